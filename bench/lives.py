@@ -21,7 +21,7 @@ from common import ROOT
 from andrea.checkpoint import checkpoints_of, read_checkpoint, step_name
 from andrea.config import UserError
 from andrea.runtime.files import is_locked
-from andrea.training.parallel.ranks import StoreWatchdog, Watchdog
+from andrea.training.parallel.ranks import Watchdog
 from andrea.training.records.run_folder import read_lines
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -215,8 +215,7 @@ def tell(path: Path) -> None:
         return told
 
     if os.environ.get("RANK", "0") == "0":
-        for kind in (Watchdog, StoreWatchdog):
-            kind.at, kind.rest = telling(kind.at), telling(kind.rest)
+        Watchdog.at, Watchdog.rest = telling(Watchdog.at), telling(Watchdog.rest)
 
 
 def started(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> Process:

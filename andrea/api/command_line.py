@@ -48,7 +48,9 @@ def read(kind: type, argv: list[str]) -> CommandLine:
             groups[key] = value
         elif typing.get_origin(hint) is list:
             values.setdefault(key, []).append(value)
-        elif typing.get_origin(hint) is dict or (value.startswith("[") and may_be_list(hint)):
+        elif dict is typing.get_origin(hint) or (
+            value[:1] == "[" and tuple in map(typing.get_origin, typing.get_args(hint))
+        ):
             values[key] = read_yaml(key, value)
         else:
             values[key] = value
@@ -110,16 +112,10 @@ def hydra_defaults() -> dict[str, str]:
 
 
 def hydra_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that Hydra raises for invalid input."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     return HydraException, OmegaConfBaseException
-
-
-def may_be_list(hint: Any) -> bool:
-    """Whether a value of the type `hint` may be a list, among others: number | list."""
-    return any(typing.get_origin(choice) is tuple for choice in typing.get_args(hint))
 
 
 def read_yaml(key: str, value: str) -> Any:
@@ -137,7 +133,6 @@ def read_yaml(key: str, value: str) -> Any:
 
 
 def entries_of(loaded: Any) -> list[Any]:
-    """Every entry of nested lists and mappings, keys included."""
     found = [loaded]
     for entry in found:  # the list grows during the loop
         if isinstance(entry, dict):

@@ -1,7 +1,4 @@
-"""A trained model in Python: generate text, read logits, score text, and read attention weights.
-
-T tokens, V vocabulary, L layers, H heads.
-"""
+"""A trained model in Python: text, logits, scores, attention weights. T tokens, V vocabulary, L layers, H heads."""
 
 from __future__ import annotations
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from andrea.api.command_line import CommandLine, compose, read
 from andrea.api.precompile_headers import precompile_headers
-from andrea.config import RunConfig, UserError, check_combinations, chosen_groups, parse, parse_values, to_plain
+from andrea.config import (
+    RunConfig,
+    UserError,
+    check_combinations,
+    chosen_groups,
+    lay_over,
+    parse,
+    parse_values,
+    to_plain,
+)
 from andrea.config.keys import flatten
 from andrea.runtime.own_parts import allowing
-from andrea.training.progress import FinishedRun
 
 CONVERSATIONS = ("chat", "python_chat")  # kinds of data
 # Of the rates of a new model. andrea-nano ends, after 400 steps of python_chat, at 0.182, 0.168 and 0.169 bits per byte with
@@ -22,6 +31,13 @@ TUNING_RATE = 0.3
 # reward of 0.73 to 0.68; at 0.01 it stayed within the noise for 60 steps, and DPO reached an accuracy of 0.87.
 OBJECTIVE_RATE = 0.01
 TUNING_PATIENCE = 3  # evaluations
+
+
+class FinishedRun(NamedTuple):
+    """exit_code: see docs/runs.md. folder: the run's folder; None if only a plan was printed."""
+
+    exit_code: int
+    folder: Path | None
 
 
 def train_one(argv: list[str]) -> FinishedRun:
@@ -43,7 +59,12 @@ def train_one(argv: list[str]) -> FinishedRun:
         from andrea.training.planning.init_from import with_teachers
 
         composed = with_teachers(composed)
-    typed = with_reference(parse_values(RunConfig, composed))
+    typed = parse_values(RunConfig, composed)
+    if (
+        typed.init_from and typed.objective.has_reference and not typed.train.teachers
+    ):  # as the reference of its objective
+        # Memory is planned for train.teachers, and a resumed run reads them again.
+        typed = dataclasses.replace(typed, train=dataclasses.replace(typed.train, teachers=[typed.init_from]))
     if not typed.resume:  # typed values of a resumed run are checked with those of the run
         check_combinations(typed)  # without init_from, a wrong command line ends here, before torch is loaded
     precompile_headers(typed, argv)
@@ -78,22 +99,7 @@ def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[
             ):
                 suited[f"optimizer.{name}"] = share * float(rate)
         suited["train.patience"] = TUNING_PATIENCE
-    plain = copy.deepcopy(composed)
-    for key, value in suited.items():
-        group, _, name = key.partition(".")
-        if key not in values:
-            plain[group][name] = value
-    return plain
-
-
-def with_reference(config: RunConfig) -> RunConfig:
-    """The configuration with init_from as the reference of its objective, unless another was typed.
-
-    It is kept as train.teachers, for which memory is planned, and which a resumed run reads again.
-    """
-    if config.train.teachers or not (config.init_from and config.objective.has_reference):
-        return config
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, teachers=[config.init_from]))
+    return lay_over(copy.deepcopy(composed), {key: value for key, value in suited.items() if key not in values})
 
 
 def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> FinishedRun:
@@ -149,4 +155,4 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
         if config.dry_run:
             ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))
             return FinishedRun(0, None)
-        return start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto, groups, started)
+        return FinishedRun(*start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto, groups, started))

@@ -1,9 +1,11 @@
-"""Finds checkpoints: the newest or the best of a run, or the one that a user names."""
+"""Finds checkpoints: the newest or the best of a run, or the one that a user names; decides which of a run are kept."""
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +15,9 @@ from andrea.checkpoint.folder import Checkpoint, read_checkpoint, read_state
 from andrea.checkpoint.state import STEP_NAME
 from andrea.checkpoint.tensors import Damaged
 from andrea.config import UserError, nearest
-from andrea.runtime.files import (
-    StorageFailed,
-    reading,
-)
+from andrea.runtime.files import StorageFailed, reading, replace_text, staging_path, storing, unused_path
 from andrea.runtime.program import typed_command, typed_words
+from andrea.runtime.system import WINDOWS, flush_to_disk, rename
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -78,10 +78,7 @@ def refuse_unreadable(fault: Damaged) -> None:
 
 
 def result_path(newest: Path, state: dict[str, Any], skip: Callable[[Damaged], None] | None = None) -> Path:
-    """The checkpoint that is a run's result, found from its newest one, whose state.json has the content `state`.
-
-    `skip` gets the fault of each older checkpoint that cannot be read.
-    """
+    """A run's result, from its newest checkpoint and the content `state` of its state.json. skip: gets faults of older ones."""
     if is_best_so_far(state):
         return newest
     figures = figures_of([path for path in checkpoints_of(newest.parents[1]) if path < newest], skip)
@@ -90,19 +87,13 @@ def result_path(newest: Path, state: dict[str, Any], skip: Callable[[Damaged], N
 
 
 def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:
-    """Whether the last evaluation is the best of all saved steps, or worse than the best by at most the share `slack`.
-
-    state: the content of state.json.
-    """
+    """Whether state.json's last evaluation is the best of all saved steps, or worse by at most the share `slack`."""
     last, best = state.get("compared_bpb"), state.get("best_bpb")
     return last is None or best is None or last <= (1 + slack) * best
 
 
 def own_figure(state: dict[str, Any]) -> float | None:
-    """The validation figure of the checkpoint's own step, in bits per byte; None if that step was not evaluated.
-
-    state: the content of state.json.
-    """
+    """The validation figure of state.json's own step, in bits per byte; None if that step was not evaluated."""
     figure, is_evaluated = state.get("compared_bpb"), state.get("evaluated_step") == state["step"]
     return figure if is_evaluated and figure is not None and math.isfinite(figure) else None
 
@@ -135,10 +126,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def runs_of(runs_dir: Path) -> dict[Path, Path]:
-    """The newest checkpoint of each run folder that has checkpoints, in no particular order.
-
-    Runs that cannot be read, such as those of another user, are passed over.
-    """
+    """The newest checkpoint of each run folder; those that cannot be read, such as another user's, are passed over."""
     found = {}
     for run in Path(runs_dir).glob("*") if os.path.isdir(runs_dir) else ():
         with suppress(StorageFailed, IndexError):
@@ -156,10 +144,7 @@ def newest_run(runs_dir: Path) -> Path | None:
 
 
 def folder_named_by(path: Path) -> Path | None:
-    """The folder that `path` means; None if there is none.
-
-    A folder means itself, `…/checkpoints` the run folder, and `…/checkpoints/best` the best checkpoint.
-    """
+    """The folder that `path` means: itself, of `…/checkpoints` the run, of `…/checkpoints/best` the best; None without one."""
     if os.path.isdir(path):
         return path.parent if path.name == "checkpoints" and checkpoints_of(path.parent) else path
     folder = path.absolute().parent
@@ -200,3 +185,54 @@ def locate(
     if found is None:
         raise UserError(f"{run} has no complete checkpoint; name another run or checkpoint with {key}=…")
     return found
+
+
+# ------------------------------------------------------------------------------------------------ which are kept
+
+
+def mark_and_prune(run: Path, keep: int, remembered: float | None = None) -> float | None:
+    """Write the name of the best checkpoint to the file `best`, and remove all checkpoints except the newest `keep` and it.
+
+    A checkpoint that cannot be read stays too: it may be the best. What is best follows from the checkpoints alone. The file
+    `best`, for people, stays as it is while the checkpoint that it names may be the best and cannot be read. Returns the
+    best checkpoint's figure, if it has one; or the lower figure `remembered` of the run's state, if the best one may be a
+    checkpoint that cannot be read now. Raises StorageFailed.
+    """
+    unread: list[Damaged] = []
+    figures = figures_of(checkpoints_of(run), unread.append)
+    best = lowest(figures)
+    found = None if best is None else figures[best]
+    may_be_another = any(fault.may_be_whole for fault in unread)
+    if remembered is not None and may_be_another:
+        found = min(remembered, math.inf if found is None else found)
+    if best is None:
+        return found
+    note = run / "checkpoints" / "best"
+    with storing(note):
+        noted = note.read_text(errors="replace").strip() if note.is_file() else ""
+        if not (may_be_another and noted in [path.name for path in checkpoints_of(run)]):
+            replace_text(note, best + "\n")
+    for path in checkpoints_of(run)[:-keep]:
+        if path.name in figures and path.name != best:
+            doomed = staging_path(path)  # renamed first, so that no reader finds it half removed
+            with storing(path):
+                try:
+                    rename(path, doomed)
+                except PermissionError:
+                    if not WINDOWS:
+                        raise
+                    continue  # another program reads it, such as `sample`; after a later save it can go
+                flush_to_disk(path.parent)  # else power loss may bring the old name back, half removed
+                shutil.rmtree(doomed)
+    return found
+
+
+def set_aside_after(run: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, to which the run goes back. Returns their new paths. Raises StorageFailed."""
+    aside = []
+    for path in checkpoints_of(run):
+        if step_of(path) > step:
+            aside.append(unused_path(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")))
+            with storing(path):
+                rename(path, aside[-1])
+    return aside

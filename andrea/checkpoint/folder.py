@@ -112,10 +112,7 @@ def write_checkpoint(
     optimizer_tensors: dict[str, Tensor],
     tokenizer: Tokenizer,
 ) -> Path:
-    """Write the checkpoint of step `state["step"]`, completely or not at all, and return its path.
-
-    Raises StorageFailed if writing fails; earlier checkpoints then stay unchanged.
-    """
+    """Write the checkpoint of step `state["step"]` whole, or raise StorageFailed and change nothing. Returns its path."""
     staging = make_staging_folder(checkpoints, state["step"])
     with storing(checkpoints / step_name(state["step"])), removed_on_failure(staging):
         write_tensors(staging / "model.safetensors", model_tensors)
@@ -125,10 +122,7 @@ def write_checkpoint(
 
 
 def write_weights(folder: Path, state: dict[str, Any], model_tensors: dict[str, Tensor], tokenizer: Tokenizer) -> None:
-    """Write a checkpoint folder without optimizer state, which cannot be resumed, completely or not at all.
-
-    Raises StorageFailed.
-    """
+    """Write a checkpoint folder without optimizer state, which cannot be resumed, whole or not at all. Raises StorageFailed."""
     staging = staging_path(folder)
     with storing(folder, of_run=False), removed_on_failure(staging):
         staging.mkdir(parents=True)
@@ -139,10 +133,7 @@ def write_weights(folder: Path, state: dict[str, Any], model_tensors: dict[str, 
 
 
 def make_staging_folder(checkpoints: Path, step: int) -> Path:
-    """Make a new folder that no reader opens, for the files of a checkpoint. Folders of crashed writers are removed.
-
-    Raises StorageFailed.
-    """
+    """A new folder, which no reader opens, for a checkpoint's files; those of crashed writers go. Raises StorageFailed."""
     remove_unfinished(checkpoints)
     staging = staging_path(checkpoints / step_name(step))
     with storing(checkpoints / step_name(step)):
@@ -160,10 +151,7 @@ def flushed_files(folder: Path, paths: Iterable[Path]) -> Files:
 
 
 def publish(checkpoints: Path, staging: Path, state: dict[str, Any], tokenizer: Tokenizer, tensor_files: Files) -> Path:
-    """Complete a staging folder whose tensor files are already flushed, and rename it to its final name.
-
-    Raises StorageFailed if writing fails; the staging folder is then removed.
-    """
+    """Complete a staging folder of flushed tensor files, and rename it; if that fails, remove it and raise StorageFailed."""
     final = checkpoints / step_name(state["step"])
     with storing(final), removed_on_failure(staging):
         complete_files(staging, state, tokenizer, tensor_files)

@@ -1,8 +1,4 @@
-"""The fields of `state.json`: their types and ranges, and the strict check of a file's content.
-
-A checksum proves only that a file matches its manifest. Anyone who writes a checkpoint can write both, so the content
-is checked too, before it is used.
-"""
+"""The fields of `state.json`, and their check: whoever writes a checkpoint can write the checksums of its files too."""
 
 from __future__ import annotations
 
@@ -67,8 +63,6 @@ Measured = Annotated[float, measured]
 
 @dataclass(frozen=True)
 class Interval:
-    """Counts since the last evaluation."""
-
     steps: Count
     loss_spikes: Count
     gradient_spikes: Count
@@ -77,8 +71,6 @@ class Interval:
 
 @dataclass(frozen=True)
 class SourceFigures:
-    """The validation figures of one source."""
-
     loss: Measured
     tokens: Count
     bpb: Measured | None = None
@@ -124,10 +116,7 @@ class SavedConfig:
 
 @dataclass(frozen=True)
 class State:
-    """The fields of state.json that are read. A resumed run needs all of them; a file may hold others.
-
-    The class is only the schema of a file format; no object of this class is ever made.
-    """
+    """A schema of the fields of state.json that are read. A resumed run needs all of them; a file may hold others."""
 
     step: Step
     tokens: Count
@@ -224,7 +213,6 @@ def check_object(kind: type, value: Any, where: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value of JSON for a message. Lists and objects may be too large, or too deep, to be shown."""
     if isinstance(value, (list, dict)):
         return f"({type(value).__name__} of {len(value)})"
     return repr(value) if not isinstance(value, int) or abs(value) < LARGEST_COUNT else "(a huge number)"

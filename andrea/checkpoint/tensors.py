@@ -47,10 +47,7 @@ class Damaged(UserError):
 
 @contextmanager
 def opening(path: Path) -> Iterator[None]:
-    """Context in which the checkpoint at `path` is read: an OSError becomes Damaged, with its reason.
-
-    Raises StorageFailed if this process can open no more files, which is not a fault of the checkpoint.
-    """
+    """An OSError of the checkpoint at `path` becomes Damaged, or StorageFailed if this process can open no more files."""
     try:
         yield
     except OSError as error:
@@ -83,10 +80,7 @@ def of_system(error: Exception) -> OSError:
 
 
 def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor], first_rows: dict[str, int]) -> list[Path]:
-    """Write the rows of one rank in two files: weights, and optimizer state (names with a "/"). Returns both paths.
-
-    first_rows: tensor name -> first row of this rank in the whole tensor. Raises OSError.
-    """
+    """Write one rank's rows in two files, weights and optimizer state; first_rows: of each tensor. Raises OSError."""
     paths = []
     for number, of_optimizer in ((1, False), (2, True)):
         chosen = {name: tensor for name, tensor in tensors.items() if ("/" in name) == of_optimizer}

@@ -29,10 +29,7 @@ CHAT_SAMPLING = {"temperature": 0.7, "repetition_penalty": 1.0}  # an answer rep
 
 
 def to_key_value(words: list[str], positional: str) -> list[str]:
-    """Every word as key=value, where words without a key are values of the key `positional`.
-
-    These are words without '=', and words that name an existing file or folder, since a path may contain '='.
-    """
+    """Each word without '=', and each that names a file or folder, whose path may have '=', as a value of `positional`."""
     found = []
     for word in words:
         is_value = os.path.exists(word) or ("=" not in word and not word.startswith("-"))

@@ -62,34 +62,17 @@ def keys_of_choice(group: str, choice: str) -> list[Key]:
     return list(keys.values())
 
 
-def typed_choices(config_name: str, words: list[str]) -> list[Key]:
-    """The groups of configs/CONFIG_NAME.yaml that the words choose (data=text). Raises UserError for an unknown choice."""
-    typed = dict(word.split("=", 1) for word in words if "=" in word)
-    groups = [group for group in read_commented(config_name).groups if group.name in typed]
-    for group in groups:
-        check_choice(group.name, typed[group.name])
-    return [Key(group.name, typed[group.name], group.comment) for group in groups]
-
-
-def group_help(usage: str, chosen: list[Key]) -> str:
-    """The output of `GROUP=CHOICE --help`: every key of the chosen groups, with its value under this choice."""
-    lines = [usage]
-    for group in chosen:
-        lines += ["", f"{group.name}={group.value}: {read_commented(f'{group.name}/{group.value}').description}"]
-        keys = keys_of_choice(group.name, group.value)
-        lines += [help_line(Key(f"{group.name}.{key.name}", key.value, key.comment)) for key in keys]
-    return "\n".join([*lines, "", "--help all lists all keys."])
-
-
 def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
     """The output of `--help` for the command that configs/CONFIG_NAME.yaml belongs to.
 
     words: the other words of the command line. If they choose groups (data=text), only the keys of these groups are
     shown; without `all`, of training only the keys in FIRST. Raises UserError for an unknown choice.
     """
-    if chosen := typed_choices(config_name, list(words)):
-        return group_help(usage, chosen)
-    file = read_commented(config_name)
+    file, typed = read_commented(config_name), dict(word.split("=", 1) for word in words if "=" in word)
+    if chosen := [Key(group.name, typed[group.name], group.comment) for group in file.groups if group.name in typed]:
+        for group in chosen:
+            check_choice(group.name, group.value)
+        return "\n".join([usage, *lines_of_groups(chosen), "", "--help all lists all keys."])
     lines = [usage, "", file.description]
     if file.groups:
         lines += ["", "Groups of keys (GROUP=NAME chooses one):"]
@@ -99,20 +82,24 @@ def help_text(config_name: str, usage: str, words: Sequence[str] = ()) -> str:
         lines.append(help_line(Key(group.name, group.value, f"{group.comment}; one of: {names}")))
     lines += ["", "Keys with their defaults:"]
     if config_name == "train" and "all" not in words:
-        keys = {key.name: key for key in [*file.keys, *(key for group in groups for key in default_keys(group))]}
+        keys = {key.name: key for key in [*file.keys, *(key for group in groups for key in keys_of_group(group))]}
         lines += [help_line(keys[name]) for name in FIRST]
         return "\n".join([*lines, "", f"--help all lists all {len(keys)} keys, GROUP=NAME --help those of a group."])
-    lines += map(help_line, file.keys)
+    return "\n".join([*lines, *map(help_line, file.keys), *lines_of_groups(groups)])
+
+
+def lines_of_groups(groups: list[Key]) -> list[str]:
+    """A headline for each GROUP=CHOICE, and every key of the group with its value under this choice."""
+    lines = []
     for group in groups:
-        chosen = read_commented(f"{group.name}/{group.value}")
-        lines += ["", f"{group.name}={group.value}: {chosen.description}"]
-        lines += map(help_line, default_keys(group))
-    return "\n".join(lines)
+        lines += ["", f"{group.name}={group.value}: {read_commented(f'{group.name}/{group.value}').description}"]
+        lines += map(help_line, keys_of_group(group))
+    return lines
 
 
-def default_keys(group: Key) -> list[Key]:
-    """The keys of a group as they are typed, with the values of its default choice."""
-    keys = read_commented(f"{group.name}/{group.value}").keys
+def keys_of_group(group: Key) -> list[Key]:
+    """The keys of GROUP=CHOICE as they are typed."""
+    keys = keys_of_choice(group.name, group.value)
     return [Key(f"{group.name}.{key.name}", key.value, key.comment) for key in keys]
 
 

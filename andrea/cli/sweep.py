@@ -17,7 +17,6 @@ import sys
 import time
 import typing
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ from andrea.runtime.program import module_command, module_environment, typed_com
 INTERRUPTED = (129, 130, 143)
 FULL_ERROR, FOLDER, WANDB_GROUP = "HYDRA_FULL_ERROR", "ANDREA_SWEEP_FOLDER", "WANDB_RUN_GROUP"  # environment variables
 LONGEST_VALUE = 4096  # characters: Hydra's parser takes seconds for more
-
-
-@dataclass(frozen=True)
-class SweepRun:
-    """One run of a sweep: the words in which it differs from other runs, and the exit code of its process."""
-
-    words: list[str]
-    code: int
 
 
 def sweep(argv: list[str]) -> int:
@@ -65,12 +56,18 @@ def sweep(argv: list[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     launch(fixed, varied, group, folder, for_hydra)
-    runs = [SweepRun(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
+    # Of each run: the words in which it differs from the others, and the exit code of its process.
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     if not runs:
         raise UserError(f"the sweep makes no run: {' '.join(varied)} has no values")
     for line in result_lines(runs_dir, group, keys):
         print(line)
-    return report(runs)
+    failed = [run for run in runs if run["code"]]
+    line = f"sweep: {len(runs) - len(failed)} of {len(runs)} runs done"
+    if failed:
+        line += "; failed: " + ", ".join(f"{' '.join(run['words'])} (exit code {run['code']})" for run in failed)
+    print(line)
+    return failed[0]["code"] if failed else 0
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -186,21 +183,8 @@ def result_lines(runs_dir: Path, group: str, varied: list[str]) -> list[str]:
     return [*lines, f"sweep: compare the runs: {typed_command('compare')} {place}"]
 
 
-def report(runs: list[SweepRun]) -> int:
-    """Print the sweep's last line. Returns the exit code of the first run that failed, or 0."""
-    failed = [run for run in runs if run.code]
-    line = f"sweep: {len(runs) - len(failed)} of {len(runs)} runs done"
-    if failed:
-        line += "; failed: " + ", ".join(f"{' '.join(run.words)} (exit code {run.code})" for run in failed)
-    print(line)
-    return failed[0].code if failed else 0
-
-
 def cluster_task() -> dict[str, str]:
-    """The environment variables with which each task of a cluster job joins one run as a rank.
-
-    {} if the job has only one task, or outside a job.
-    """
+    """The environment variables by which each task of a cluster job joins one run as a rank; {} for one task, or without."""
     if "submitit" not in sys.modules:  # submitit's launcher has not started this process
         return {}
     import submitit

@@ -1,13 +1,15 @@
 """Configuration: its schema, the limits of its values, and the strict parser. Imports no torch."""
 
 from andrea.config.checks import LARGEST_VOCABULARY, MOST_SAMPLED_TOKENS
-from andrea.config.fingerprint import digest, recipe_fingerprint, recipe_values
 from andrea.config.keys import (
     CONFIGS,
     chosen_groups,
+    digest,
     group_values,
     lay_over,
     nearest,
+    recipe_fingerprint,
+    recipe_values,
     settings_of_runs,
     with_current_keys,
 )

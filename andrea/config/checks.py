@@ -1,7 +1,4 @@
-"""Checks that involve several keys, or need more than a range: one function for each dataclass with such checks.
-
-`path` is the dotted key of the group ('' at the top), used in messages. Each function raises UserError.
-"""
+"""Checks that span several keys: one function for each dataclass. path: the dotted key of its group. They raise UserError."""
 
 from __future__ import annotations
 
@@ -9,23 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from andrea.config.schema import (
-    MEASURES_HEADS,
-    AttentionConfig,
-    Between,
-    CompareConfig,
-    DataConfig,
-    ExportConfig,
-    LensConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    SampleConfig,
-    SourceConfig,
-    TokenizerConfig,
-    TrainConfig,
-    UserError,
-)
+import andrea.config.schema as schema
+from andrea.config.schema import MEASURES_HEADS, Between, UserError
 
 # A repository on Hugging Face's hub: both parts begin and end with a letter, a digit or "_", without "--" and "..".
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?", re.ASCII)
@@ -35,7 +17,7 @@ MOST_SAMPLED_TOKENS = 2**26  # held in memory at a time
 LARGEST_VOCABULARY = 2**20  # a sanity limit: the largest in use have about a quarter of this
 
 
-def check_model(model: ModelConfig, path: str) -> None:
+def check_model(model: schema.ModelConfig, path: str) -> None:
     if model.d_head is None and model.d_model % model.n_head:
         raise UserError(
             f"{path}.n_head={model.n_head} does not divide {path}.d_model={model.d_model}: the head width d_model / n_head "
@@ -87,7 +69,7 @@ def nearest_divisor(whole: int, wanted: int) -> int:
     return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - wanted))
 
 
-def check_attention(attention: AttentionConfig, path: str) -> None:
+def check_attention(attention: schema.AttentionConfig, path: str) -> None:
     for key in ("score_softcap", "sink"):
         if getattr(attention, key) and attention.implementation.startswith("sdpa"):
             raise UserError(
@@ -130,7 +112,7 @@ def check_attention(attention: AttentionConfig, path: str) -> None:
         )
 
 
-def check_source(source: SourceConfig, path: str) -> None:
+def check_source(source: schema.SourceConfig, path: str) -> None:
     if source.kind in ("text", "shards", "chat") and not source.path:
         raise UserError(
             f"{path}.path is missing: {path}.kind={source.kind} reads a file or a folder; set {path}.path=…"
@@ -138,7 +120,7 @@ def check_source(source: SourceConfig, path: str) -> None:
     check_selection(source, path)
 
 
-def check_selection(source: SourceConfig | DataConfig, path: str) -> None:
+def check_selection(source: schema.SourceConfig | schema.DataConfig, path: str) -> None:
     """Raise UserError if files or a field are selected for a source that is no text of the user's own."""
     for key in ("include", "exclude", "field"):
         value = getattr(source, key)
@@ -149,7 +131,7 @@ def check_selection(source: SourceConfig | DataConfig, path: str) -> None:
             )
 
 
-def check_data(data: DataConfig, path: str) -> None:
+def check_data(data: schema.DataConfig, path: str) -> None:
     if data.kind in ("text", "shards", "chat") and not data.path:
         raise UserError(f"{path}.path is missing: data={data.kind} reads a file or a folder; set {path}.path=…")
     if data.kind == "mixture" and not data.sources:
@@ -162,7 +144,7 @@ def check_data(data: DataConfig, path: str) -> None:
     check_selection(data, path)
 
 
-def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
+def check_tokenizer(tokenizer: schema.TokenizerConfig, path: str) -> None:
     if tokenizer.kind == "hf" and not tokenizer.path:
         raise UserError(f"{path}.path is missing: tokenizer=hf needs a tokenizer.json, or the folder that holds one")
     if tokenizer.kind != "bpe":
@@ -178,7 +160,7 @@ def check_tokenizer(tokenizer: TokenizerConfig, path: str) -> None:
         )
 
 
-def check_optimizer(optimizer: OptimizerConfig, path: str) -> None:
+def check_optimizer(optimizer: schema.OptimizerConfig, path: str) -> None:
     if (optimizer.tuned_d_model is None) != (optimizer.tuned_n_layer is None):
         raise UserError(
             f"{path}.tuned_d_model={optimizer.tuned_d_model} and {path}.tuned_n_layer={optimizer.tuned_n_layer} belong "
@@ -199,18 +181,10 @@ def check_optimizer(optimizer: OptimizerConfig, path: str) -> None:
         Between(0, 1)(f"{path}.decay_fraction", optimizer.decay_fraction)
 
 
-def check_train(train: TrainConfig, path: str) -> None:
-    if train.tokens_per_parameter is not None and train.flops is not None:
-        raise UserError(
-            f"{path}.tokens_per_parameter={train.tokens_per_parameter:g} and {path}.flops={train.flops:g} both set the "
-            f"length of training; leave one out"
-        )
-
-
 CONVERSATIONS = {"dpo": ("chat",), "grpo": ("chat", "python_chat")}  # objective -> kinds of data that it learns from
 
 
-def check_objective(config: RunConfig) -> None:
+def check_objective(config: schema.RunConfig) -> None:
     kind, data, teachers = config.objective.kind, config.data, config.train.teachers
     if kind == "next_token":
         return
@@ -236,7 +210,7 @@ def check_objective(config: RunConfig) -> None:
         )
 
 
-def check_run(config: RunConfig, path: str) -> None:
+def check_run(config: schema.RunConfig, path: str) -> None:
     check_objective(config)
     if config.name == "wandb":
         raise UserError("name=wandb is the folder of wandb's own files; choose another name")
@@ -260,7 +234,12 @@ def check_run(config: RunConfig, path: str) -> None:
             f"attention.qk_clip={config.attention.qk_clip:g} rescales the matrices that model.lora_rank={config.model.lora_rank} "
             f"freezes; set attention.qk_clip=null or model.lora_rank=0"
         )
-    length = config.model.sequence_length
+    train, length = config.train, config.model.sequence_length
+    if train.tokens_per_parameter is not None and train.flops is not None:
+        raise UserError(
+            f"train.tokens_per_parameter={train.tokens_per_parameter:g} and train.flops={train.flops:g} both set the length of "
+            f"training; leave one out"
+        )
     if config.tokens_per_step < length:
         raise UserError(
             f"train.tokens_per_step={config.tokens_per_step} is less than one sequence of model.sequence_length={length} "
@@ -274,7 +253,7 @@ def check_run(config: RunConfig, path: str) -> None:
         )
 
 
-def check_sample(config: SampleConfig, path: str) -> None:
+def check_sample(config: schema.SampleConfig, path: str) -> None:
     if config.max_new_tokens * config.num_samples > MOST_SAMPLED_TOKENS:
         raise UserError(
             f"max_new_tokens={config.max_new_tokens} times num_samples={config.num_samples} is more than the "
@@ -302,14 +281,14 @@ def check_sample(config: SampleConfig, path: str) -> None:
         raise UserError("stop='' is empty and would stop at once; give a text, or leave stop out")
 
 
-def check_lens(config: LensConfig, path: str) -> None:
+def check_lens(config: schema.LensConfig, path: str) -> None:
     if not config.out.endswith((".html", ".npz")):
         raise UserError(
             f"out={config.out} is not a format that the lens writes; allowed endings: .html (a page), .npz (arrays)"
         )
 
 
-def check_compare(config: CompareConfig, path: str) -> None:
+def check_compare(config: schema.CompareConfig, path: str) -> None:
     if not config.runs:
         raise UserError("no run given; name runs, or a folder that contains runs, such as runs/")
     if not config.out.endswith(".html"):
@@ -320,7 +299,7 @@ def check_compare(config: CompareConfig, path: str) -> None:
         )
 
 
-def check_export(config: ExportConfig, path: str) -> None:
+def check_export(config: schema.ExportConfig, path: str) -> None:
     if config.dtype == "q8_0" and config.to != "gguf":
         raise UserError(f"dtype=q8_0 is a type of GGUF files, got to={config.to}; use f32, f16 or bf16, or set to=gguf")
     if config.to == "peft" and config.dtype != "f32":
@@ -334,16 +313,15 @@ def check_export(config: ExportConfig, path: str) -> None:
 
 
 CHECKS: dict[type, Callable[[Any, str], None]] = {
-    ModelConfig: check_model,
-    AttentionConfig: check_attention,
-    SourceConfig: check_source,
-    DataConfig: check_data,
-    TokenizerConfig: check_tokenizer,
-    OptimizerConfig: check_optimizer,
-    TrainConfig: check_train,
-    RunConfig: check_run,
-    SampleConfig: check_sample,
-    LensConfig: check_lens,
-    CompareConfig: check_compare,
-    ExportConfig: check_export,
+    schema.ModelConfig: check_model,
+    schema.AttentionConfig: check_attention,
+    schema.SourceConfig: check_source,
+    schema.DataConfig: check_data,
+    schema.TokenizerConfig: check_tokenizer,
+    schema.OptimizerConfig: check_optimizer,
+    schema.RunConfig: check_run,
+    schema.SampleConfig: check_sample,
+    schema.LensConfig: check_lens,
+    schema.CompareConfig: check_compare,
+    schema.ExportConfig: check_export,
 }

@@ -1,14 +1,16 @@
 """The keys of a configuration, and the YAML files of configs/ that hold their values.
 
 Dotted keys (train.steps): their types, those that were removed, names in other programs. Groups (model): their choices, and
-the values of each choice.
+the values of each choice. The fingerprint of the keys that decide what a run learns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.resources
+import json
 import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,44 +18,29 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from andrea.config.schema import (
-    DataConfig,
-    EvaluateConfig,
-    ExportConfig,
-    HealthConfig,
-    ImportConfig,
-    LensConfig,
-    LoggerConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    SampleConfig,
-    ServeConfig,
-    TrainConfig,
-    UserError,
-)
+import andrea.config.schema as schema
+from andrea.config.schema import ON_LARGE_TEXT, RunConfig, UserError
 
 ANY = object()  # a removed key of what a run shows, not of what it learns
 REMOVED: dict[Any, dict[str, Any]] = {  # dataclass -> {removed key: its only value, or that of each kind, or ANY}
-    HealthConfig: dict.fromkeys(
+    schema.HealthConfig: dict.fromkeys(
         """failing_share repetition variety loss_spike gradient_spike update_ratio unigram_steps overfit_nats epochs
         clipped_share head_share one_key_entropy uniform_entropy largest_logit closed_gate source_rise_nats leak_nats
         expected_bpb leak_errors samples""".split(),
         ANY,
     ),
-    DataConfig: {"shuffle_documents": True},
-    LoggerConfig: {"tags": [], "group": ANY},
-    ModelConfig: {"zero_init_projections": False, "stochastic_depth": 0.0},
-    OptimizerConfig: {
+    schema.DataConfig: {"shuffle_documents": True},
+    schema.LoggerConfig: {"tags": [], "group": ANY},
+    schema.ModelConfig: {"zero_init_projections": False, "stochastic_depth": 0.0},
+    schema.OptimizerConfig: {
         "beta1": 0.9,
         "beta2": 0.95,
         "momentum": {"muon": 0.95, "adamw": None},
         "final_fraction": {"muon": 0.0, "adamw": 0.1},
     },
-    ParallelConfig: {"shard_ranks": None, "async_save": True, "cpu_offload": False},
+    schema.ParallelConfig: {"shard_ranks": None, "async_save": True, "cpu_offload": False},
     RunConfig: {"bf16_residual": False},
-    TrainConfig: {
+    schema.TrainConfig: {
         "teacher_share": 0.5,
         **dict.fromkeys(
             "attention_every sample_every sample_temperature sample_repetition_penalty lens_prompt".split(), ANY
@@ -153,12 +140,12 @@ OTHER_NAMES = {
 }
 COMMANDS = {
     "train": RunConfig,
-    "sample": SampleConfig,
-    "serve": ServeConfig,
-    "lens": LensConfig,
-    "export": ExportConfig,
-    "import": ImportConfig,
-    "evaluate": EvaluateConfig,
+    "sample": schema.SampleConfig,
+    "serve": schema.ServeConfig,
+    "lens": schema.LensConfig,
+    "export": schema.ExportConfig,
+    "import": schema.ImportConfig,
+    "evaluate": schema.EvaluateConfig,
 }
 
 
@@ -195,10 +182,7 @@ def question(words: Sequence[str]) -> str:
 
 
 def suggestion(kind: type, typed: str, allowed: Sequence[str] = ()) -> str:
-    """'; did you mean X?' for a word that is no key of the dataclass `kind`, or '' if no key is near.
-
-    allowed: suggest only these keys; by default any key of `kind`.
-    """
+    """'; did you mean X?' for a word that is no key of `kind`, or '' if none is near. allowed: suggest only these keys."""
     return question(meant_keys(kind, typed, allowed))
 
 
@@ -249,10 +233,7 @@ def type_of_key(kind: type, key: str) -> Any:
 
 
 def with_current_keys(hint: Any, values: Any) -> Any:
-    """`values` without removed keys, at any depth. hint: the type of `values`.
-
-    A removed key that changed something stays, and is refused as unknown.
-    """
+    """`values`, of the type `hint`, without removed keys. One that changed something stays, and is refused as unknown."""
     if hint is None or not isinstance(values, dict):
         return values
     removed = REMOVED.get(hint, {})
@@ -337,3 +318,49 @@ def chosen_groups(typed: Mapping[str, str]) -> dict[str, str]:
     listed = settings_of_runs()["defaults"]
     defaults = {group: choice for entry in listed if isinstance(entry, dict) for group, choice in entry.items()}
     return defaults | dict(typed)
+
+
+# ------------------------------------------------------------------------------------------ the fingerprint of a recipe
+# Equal for two configurations if they learn the same from the same tokens.
+
+# Keys that name or place a part, or that change its speed or what is recorded, but not what is learned. Of `train`, the
+# length of the run is left out too: it is compared separately.
+NOT_LEARNED = {
+    "model": "name recipe_steps recipe_tokens_per_step",
+    "attention": "implementation",
+    "optimizer": "",
+    "tokenizer": "",
+    "objective": "",
+    "train": """steps tokens_per_parameter flops tokens_per_step max_minutes micro_batch activation_checkpointing keep
+        log_every eval_every eval_tokens save_every sample_tokens""",
+}
+
+
+def recipe_values(config: RunConfig) -> dict[str, Any]:
+    """The dotted keys, with their values, that decide what a run learns from its tokens.
+
+    A key with the value that schema.py has as its default is left out. So the fingerprint of an old recipe stays the
+    same when a key is added whose default is the old behaviour.
+    """
+    values: dict[str, Any] = {"train.tokens_per_step": config.tokens_per_step}
+    for group, left_out in NOT_LEARNED.items():
+        part = getattr(config, group)
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if value == "auto":
+                value = ON_LARGE_TEXT.get(f"{group}.{field.name}", value)
+            has_factory = field.default_factory is not dataclasses.MISSING
+            default = field.default_factory() if has_factory else field.default
+            if field.name not in left_out.split() and value != default:
+                values[f"{group}.{field.name}"] = value
+    return values
+
+
+def recipe_fingerprint(config: RunConfig) -> str:
+    """Twelve hexadecimal digits of `recipe_values`. The seed, the text and the number of steps do not change it."""
+    return digest(recipe_values(config))
+
+
+def digest(values: Any) -> str:
+    """Twelve hexadecimal digits of plain values; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,7 +1,4 @@
-"""The only parser of configurations: turns plain mappings into frozen dataclasses, or raises a UserError of one line.
-
-All other code reads the dataclasses, never the mappings.
-"""
+"""The only parser of configurations, from plain mappings to frozen dataclasses. All other code reads the dataclasses."""
 
 from __future__ import annotations
 
@@ -83,10 +80,7 @@ def parse_group(kind: type, values: Any, path: str) -> Any:
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint` of a configuration dataclass; numbers may come as text. Raises UserError.
-
-    where: the dotted key, used in messages.
-    """
+    """`value`, of the key `where`, as the type `hint` of a dataclass; numbers may come as text. Raises UserError."""
     if dataclasses.is_dataclass(hint):
         return parse_group(hint, value, where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -212,10 +206,7 @@ def as_typed(value: Any) -> str:
 
 
 def to_plain(config: Any) -> dict:
-    """The dataclass as plain mappings, lists and numbers, as config.yaml and wandb hold it.
-
-    `trust` is left out: it holds for one command, and must never be read from a saved configuration.
-    """
+    """The dataclass as plain mappings, lists and numbers, without `trust`, which must never be read from a saved one."""
     plain = with_lists(dataclasses.asdict(config))
     plain.pop("trust", None)
     return plain

@@ -51,8 +51,6 @@ def is_dotted_path(value: str) -> bool:
 
 @dataclass(frozen=True)
 class Positive:
-    """Greater than 0."""
-
     def __call__(self, key: str, value: float) -> None:
         if not 0 < value <= LARGEST_NUMBER:
             raise UserError(f"{key}={value} must be greater than 0 and at most {LARGEST_NUMBER:g}")
@@ -207,7 +205,6 @@ class ModelConfig:
 
     @property
     def drops(self) -> bool:
-        """Whether anything is dropped in training."""
         return self.dropout > 0
 
 
@@ -237,8 +234,6 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One named source of a mixture."""
-
     kind: Literal["pystdlib", "text", "shards", "shakespeare", "fineweb_edu", "chat", "python_chat"]
     path: PathText | None = None
     weight: PositiveNumber | None = None
@@ -396,10 +391,11 @@ class RunConfig:
         return self.tokens_per_step // self.model.sequence_length
 
 
+# For each other command, everything that it needs: configs/COMMAND.yaml.
+
+
 @dataclass(frozen=True)
 class SampleConfig:
-    """Everything that `sample` needs (configs/sample.yaml)."""
-
     checkpoint: PathText | None
     runs_dir: PathText
     prompt: Text
@@ -426,8 +422,6 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Everything that `serve` needs (configs/serve.yaml)."""
-
     checkpoint: PathText | None
     beside: PathText | None
     runs_dir: PathText
@@ -450,16 +444,12 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ConsolidateConfig:
-    """Everything that `consolidate` needs (configs/consolidate.yaml)."""
-
     checkpoint: PathText | None
     runs_dir: PathText
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Everything that `export` needs (configs/export.yaml)."""
-
     checkpoint: PathText | None
     runs_dir: PathText
     to: Literal["hf", "gguf", "peft"]
@@ -473,8 +463,6 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Everything that `import` needs (configs/import.yaml)."""
-
     source: PathText | None
     runs_dir: PathText
     out: PathText | None
@@ -483,8 +471,6 @@ class ImportConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Everything that `evaluate` needs (configs/evaluate.yaml)."""
-
     checkpoint: PathText | None
     runs_dir: PathText
     tasks: list[Text]
@@ -501,8 +487,6 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class LensConfig:
-    """Everything that `lens` needs (configs/lens.yaml)."""
-
     checkpoint: PathText | None
     runs_dir: PathText
     prompt: Text
@@ -515,8 +499,6 @@ class LensConfig:
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Everything that `compare` needs (configs/compare.yaml)."""
-
     runs: list[PathText]
     runs_dir: PathText
     out: PathText
@@ -528,8 +510,6 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """Everything that `runs` needs (configs/runs.yaml)."""
-
     runs_dir: PathText
     data_dir: PathText
     disk: bool
@@ -541,8 +521,6 @@ class RunsConfig:
 
 @dataclass(frozen=True)
 class DashboardConfig:
-    """Everything that `dashboard` needs (configs/dashboard.yaml)."""
-
     entity: str | None
     project: str
     name: Text

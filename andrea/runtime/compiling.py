@@ -71,10 +71,7 @@ def gcc_version() -> int:
 
 
 def compile_graph(function: Callable, fullgraph: bool = True) -> Callable:
-    """Compile `function` at its first call, and again at each call with a new combination of shapes.
-
-    fullgraph: code that cannot be compiled raises one of `compile_errors`; otherwise it runs uncompiled.
-    """
+    """Compile `function` for each new combination of shapes. fullgraph: raise a compile error rather than run eagerly."""
     use_private_torch_cache()
     return torch.compile(function, dynamic=False, fullgraph=fullgraph)
 

@@ -68,10 +68,7 @@ def determinism_restored() -> Iterator[None]:
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device with the name `requested`; `auto` is the first of cuda, mps and cpu that this machine has.
-
-    Raises UserError for a device that this machine does not have.
-    """
+    """The device `requested`; `auto` is the first of cuda, mps and cpu on this machine. Raises UserError for one it lacks."""
     available = [kind for kind in ("cuda", "mps", "cpu") if is_available(kind)]
     kind, _, index = requested.partition(":")
     if kind == "auto":
@@ -191,10 +188,7 @@ def choose_precision(requested: str, device: torch.device) -> Choice:
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace torch's function
 def capability_of(device: torch.device) -> int:
-    """Compute capability times ten: 70 (V100), 75 (T4), 80, 90, 100, …
-
-    80 on a CPU, where Triton's interpreter runs, and on an AMD GPU, whose numbers mean other hardware.
-    """
+    """Compute capability times ten: 70 (V100), 75 (T4), 80, 90, …; 80 on a CPU (Triton's interpreter) and on an AMD GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return AMPERE
     major, minor = torch.cuda.get_device_capability(device)

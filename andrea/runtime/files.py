@@ -108,10 +108,7 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a staging path for the block to write; then renames the file to `path`. Raises OSError.
-
-    File and name are flushed. If the block raises, the staging file is removed and `path` stays unchanged.
-    """
+    """Yields a staging path, then flushes the file and renames it to `path`, unless the block raises. Raises OSError."""
     staging = staging_path(path)
     try:
         yield staging
@@ -165,10 +162,7 @@ def publish_folder(staging: Path, folder: Path) -> None:
 
 
 def read_plain_file(path: Path, most_bytes: int) -> bytes:
-    """The content of a small file that may come from somebody else.
-
-    Raises OSError, also if `path` is larger, or leads to a pipe or a device: reading one might never end.
-    """
+    """The content of a file that may be somebody else's. Raises OSError, also if it is larger, or a pipe or a device."""
     about = path.stat()
     if not S_ISREG(about.st_mode) or about.st_size > most_bytes:
         raise OSError(errno.EINVAL, f"it is not a regular file of at most {size_words(most_bytes)}", str(path))

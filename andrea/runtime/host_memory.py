@@ -1,4 +1,4 @@
-"""How much memory this process may still allocate: what the machine has left, and what the limits on the process leave.
+"""How much memory this process may still allocate, by the machine and by limits on the process; errors of lacking memory.
 
 Docker, Kubernetes and SLURM limit a process by Linux control groups. A process that exceeds such a limit is killed without
 a word, and /proc/meminfo shows the memory of the whole machine all the same.
@@ -93,3 +93,15 @@ def named_numbers(path: Path) -> dict[str, int]:
     """The numbers of a file with a name and a number in each line."""
     lines = (line.split() for line in path.read_text().split("\n"))
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
+
+
+# torch has its own exception only for the memory of a GPU. On a CPU an allocation fails at a limit (`ulimit -v`), or on a machine
+# without swap. Then torch raises a RuntimeError, and Python and numpy raise a MemoryError.
+ALLOCATION_FAILED = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` was raised because a GPU or this process has no memory left."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATION_FAILED)

@@ -50,10 +50,7 @@ class NotCompiled(Exception):
 
 @functools.cache
 def compiled_library(source: Path) -> ctypes.CDLL | None:
-    """The functions of a C++ file. None without a compiler; None and a warning if the file cannot be compiled or loaded.
-
-    REASONS then says why.
-    """
+    """The functions of a C++ file; None, with a reason in REASONS and a warning of faults, if it cannot be compiled here."""
     if sys.platform not in ("linux", "darwin"):
         REASONS[source] = "our C++ is compiled on Linux and macOS only"
         return None

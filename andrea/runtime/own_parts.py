@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,23 +21,13 @@ from typing import Any
 from andrea.config import UserError
 from andrea.runtime.files import file_sha256
 
-
-@dataclass(frozen=True)
-class Allowed:
-    """The dotted paths that may be imported; with `everything`, all of them."""
-
-    paths: frozenset[str] = frozenset()
-    everything: bool = False
-
-
-NOTHING_ALLOWED = Allowed()
-ALLOWED: ContextVar[Allowed] = ContextVar("ALLOWED", default=NOTHING_ALLOWED)
+ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("ALLOWED", default=frozenset())  # dotted paths; None: all
 
 
 @contextlib.contextmanager
 def allowing(paths: Iterable[str], trust: bool = False) -> Iterator[None]:
     """Context in which `paths` may be imported, or every path with `trust`. The earlier permission returns on exit."""
-    before = ALLOWED.set(Allowed(frozenset(paths), trust))
+    before = ALLOWED.set(None if trust else frozenset(paths))
     try:
         yield
     finally:
@@ -51,11 +40,7 @@ def is_own(name: str) -> bool:
 
 
 def own_class(key: str, path: str, base: type) -> type:
-    """The class at the dotted path, a subclass of `base`; key: the configuration key, used in messages.
-
-    Raises UserError if the path may not be imported, cannot be imported, or is not such a class. An exception of the
-    module's own code is not caught.
-    """
+    """The class at the dotted path, a subclass of `base`. Raises UserError, which names `key`; not for errors in the module."""
     found = own_object(key, path)
     if not (isinstance(found, type) and issubclass(found, base)):
         name = path.rpartition(".")[2]
@@ -75,7 +60,7 @@ def own_function(key: str, path: str) -> Callable[..., Any]:
 
 def own_object(key: str, path: str) -> Any:
     allowed = ALLOWED.get()
-    if not (allowed.everything or path in allowed.paths):
+    if allowed is not None and path not in allowed:
         raise UserError(
             f"{key}={path} comes from a checkpoint or a saved configuration and is not imported, because importing runs "
             f"its code; if you trust the code, add trust=true (for training, {key}={path} on the command line is enough)"

@@ -47,10 +47,7 @@ def is_installed() -> bool:
 
 
 def torchrun_command() -> str:
-    """The torchrun that started this process as one of its ranks, as the user can type it; '' without torchrun.
-
-    For several machines, `…` stands for the address at which they meet.
-    """
+    """The torchrun that started this process, as the user can type it; '' without. `…` stands for an address of machines."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     machines, ranks, restarts = (
@@ -66,10 +63,7 @@ def typed_words(**values: object) -> str:
 
 
 def module_command(module: str, argv: list[str]) -> list[str]:
-    """The command that runs a module of this package in a new process. Use it with `module_environment`.
-
-    -P: without it, Python would search the working directory first, and run a torch.py that lies there.
-    """
+    """The command for a module of this package, with `module_environment`. -P: a torch.py in the working folder never runs."""
     return [sys.executable, "-P", "-m", module, *argv]
 
 

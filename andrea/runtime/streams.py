@@ -119,10 +119,7 @@ def unfailing_output() -> Iterator[None]:
 
 
 def fill_closed_descriptors() -> None:
-    """Open the null device for each closed standard descriptor.
-
-    Otherwise the next file that is opened, maybe a checkpoint, would get that descriptor, and output would go into it.
-    """
+    """Open the null device for each closed one, which the next file, maybe a checkpoint, would get, with all output."""
     for descriptor in STANDARD_DESCRIPTORS:
         try:
             os.fstat(descriptor)

@@ -35,7 +35,6 @@ def user_id() -> int:
 
 
 def private_memory(n_bytes: int) -> mmap.mmap:
-    """New memory of this process alone."""
     return mmap.mmap(-1, n_bytes) if WINDOWS else mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 

@@ -52,10 +52,7 @@ def rank_prefix() -> str:
 
 
 def recorded_exit_code() -> int | None:
-    """The final exit code that the last start of the ranks recorded; None if it recorded none.
-
-    A code that an earlier start recorded is no longer valid, and is deleted.
-    """
+    """The final exit code that the last start of the ranks recorded, if any. That of an earlier start is deleted."""
     path = note_path("andrea-verdict")
     if path is None or not path.exists():
         return None
@@ -68,10 +65,7 @@ def recorded_exit_code() -> int | None:
 
 
 def record_exit_code(code: int) -> None:
-    """Record `code` for the next start of the ranks, if `code` is final: an exit code that a restart cannot cure.
-
-    If the disk of torchrun's folder is full, nothing is recorded, and the restarted ranks meet the error again.
-    """
+    """Record `code` for the next start of the ranks if it is final. On a full disk, they meet the error again instead."""
     path = note_path("andrea-verdict")
     if code in FINAL_EXIT_CODES and path is not None:
         with suppress(OSError):

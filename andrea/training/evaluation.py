@@ -29,7 +29,7 @@ from andrea.training.health.attention import heatmaps, probe, probe_batch, scala
 from andrea.training.health.health import Evidence, Health
 from andrea.training.parallel.ranks import reuses_training_graph
 from andrea.training.planning.length import TimeBudget
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep
 
@@ -59,7 +59,7 @@ class Evaluator:
     """Measures the model of the training step. Every rank calls every method; only rank 0 gets all results.
 
     Results are cached until the next step: the gathered model, the samples and the head statistics.
-    draw_lens: draws the lens page of a fixed prompt, or None for no page. expected: the curves of the run's recipe and text.
+    draw_lens: draws the lens page of a fixed prompt. expected: the curves of the run's recipe and text.
     chooses: whether the best evaluation is chosen on the first half of the held-out text, so that the rest judges it.
     budget: the time of train.max_minutes; None if it is not set.
     """
@@ -70,7 +70,7 @@ class Evaluator:
     progress: Progress
     health: Health
     records: Records
-    draw_lens: DrawLens | None
+    draw_lens: DrawLens
     expected: ExpectedCurves
     chooses: bool = False
     budget: TimeBudget | None = None
@@ -104,9 +104,8 @@ class Evaluator:
         figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
         figures |= {f"val/{name}": total[name] for name in ("accuracy", "margin") if name in total}
         figures |= {name: value for name, value in answers.items() if name != "compared"}
-        read_more = (
-            whole and train.eval_tokens is not None
-        )  # than earlier evaluations, whose figures it is compared with
+        # Than earlier evaluations, whose figures it is compared with:
+        read_more = whole and train.eval_tokens is not None
         progress.val_tokens = total["tokens"] if share < 1 else None
         if share < 1:  # on other text than earlier figures: no best, no patience, nothing that is expected
             progress.compared_bpb, figures["val/tokens"] = None, total["tokens"]
@@ -128,10 +127,7 @@ class Evaluator:
         return figures | self.judge(by_source, size_ratios, standing)
 
     def standing(self, bpb: float, whole: bool) -> Standing | None:
-        """`bpb` against the expected curve, which was measured on the whole held-out split.
-
-        With train.max_minutes, the length is an estimate until the decay begins: only the end is compared.
-        """
+        """`bpb` of the whole split against the expected curve; at the end only with train.max_minutes: its length is open."""
         is_last = self.progress.step == self.progress.planned_steps
         return self.expected.standing(bpb, self.progress) if whole and (is_last or not self.budget) else None
 
@@ -161,7 +157,6 @@ class Evaluator:
         return summary(of_loss[0], int(n_token), int(n_byte)) | (of_objective or {}) | {"sums": sums}
 
     def total_of(self, by_source: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The figures over all sources."""
         return self.summary_of(
             [sum(of_all) for of_all in zip(*(part["sums"] for part in by_source.values()), strict=True)]
         )
@@ -200,30 +195,23 @@ class Evaluator:
     ) -> dict[str, Any]:
         """The health figures. Findings that begin or end are sent to the loggers as alerts."""
         model = self.model()
-        if model is not None:
-            with self.records.extra("computing the health checks"):
-                return self.health_figures(model, by_source, size_ratios, standing)
+        if model is None:
+            return {}
+        with self.records.extra("computing the health checks"):
+            texts = self.texts(model, JUDGED_TEXTS)
+            if self.health.needs_more_samples(texts, self.progress.step):
+                texts = self.texts(model, SECOND_SAMPLES * JUDGED_TEXTS)
+            heads = self.measured_heads(model)
+            by_source = {name: {key: part[key] for key in part if key != "sums"} for name, part in by_source.items()}
+            step, tokens = self.progress.step, self.progress.tokens
+            evidence = Evidence(step, tokens, texts, heads, size_ratios, by_source, standing)
+            figures, begun, ended = self.health.judge(evidence)
+            for finding, message in begun.items():
+                self.records.alert(finding, begins=True, message=message)
+            for finding, first_step in ended.items():
+                self.records.alert(finding, begins=False, message=f"ended; it began at step {first_step}")
+            return figures
         return {}
-
-    def health_figures(
-        self,
-        model: GPT,
-        by_source: dict[str, dict[str, float]],
-        size_ratios: Tensor | None,
-        standing: Standing | None,
-    ) -> dict[str, Any]:
-        texts = self.texts(model, JUDGED_TEXTS)
-        if self.health.needs_more_samples(texts, self.progress.step):
-            texts = self.texts(model, SECOND_SAMPLES * JUDGED_TEXTS)
-        heads = self.measured_heads(model)
-        by_source = {name: {key: part[key] for key in part if key != "sums"} for name, part in by_source.items()}
-        evidence = Evidence(self.progress.step, self.progress.tokens, texts, heads, size_ratios, by_source, standing)
-        figures, begun, ended = self.health.judge(evidence)
-        for finding, message in begun.items():
-            self.records.alert(finding, begins=True, message=message)
-        for finding, first_step in ended.items():
-            self.records.alert(finding, begins=False, message=f"ended; it began at step {first_step}")
-        return figures
 
     def failed(self) -> list[str]:
         """The findings that stop the run, judged on rank 0. Empty unless health.on_failure=stop."""
@@ -263,7 +251,7 @@ class Evaluator:
     @on_averaged_weights
     def draw_attention(self) -> None:
         model = self.model()
-        if model is not None and self.draw_lens is not None and self.lens_prompt:
+        if model is not None and self.lens_prompt:
             with self.records.extra("writing the lens page"):
                 self.records.page("lens", self.draw_lens(model, self.corpus.tokenizer, self.lens_prompt))
 
@@ -285,10 +273,7 @@ class Evaluator:
         return self.heads
 
     def texts(self, model: GPT, count: int) -> list[str]:
-        """At least `count` texts of the model as it is, without a repetition penalty; none if train.sample_tokens is 0.
-
-        None of a chat model either: what is judged are long texts, not short answers.
-        """
+        """At least `count` texts without a repetition penalty; none of a chat model, and none if train.sample_tokens is 0."""
         if isinstance(self.corpus.tokenizer, ChatTokenizer):
             return []
         if len(self.judged_texts) < count:

@@ -28,12 +28,9 @@ from andrea.model.transfer import Factors, Transfer
 from andrea.training.parallel.ranks import Parallel
 
 # ----------------------------------------------------------------------------------------------------------------- muon
-# Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum.
-#
-# Its variant MuonEq-R, the default, makes the rows of the momentum equally long first.
-#
-# n matrices of one shape, with R rows and C columns each. Each rank updates its own rows; `Parallel` assembles whole
-# matrices for the orthogonalisation.
+# Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum. Its variant
+# MuonEq-R, the default, makes the rows of the momentum equally long first. n matrices of one shape, with R rows and C columns
+# each. Each rank updates its own rows; `Parallel` assembles whole matrices for the orthogonalisation.
 
 MOMENTUM = 0.95  # decay of the running mean of the gradient (Nesterov), as of Jordan et al. (2024)
 SMALLEST_NORM = 1e-7  # added to norms, which may be 0
@@ -66,14 +63,10 @@ class Muon:
         bf16: bool,
         parallel: Parallel,
     ) -> None:
-        """rate_factors: parameter name -> factor on the peak rate. Weight decay uses the peak rate without the factor.
-
-        bf16: orthogonalise in bf16, else in fp32.
-        """
+        """rate_factors: parameter name -> factor on the peak rate, not on weight decay. bf16: orthogonalise in bf16."""
+        self.config, self.parallel = config, parallel
         self.peak_rate = config.matrix_learning_rate or config.learning_rate
-        self.config = config
         self.dtype = torch.bfloat16 if bf16 else torch.float32
-        self.parallel = parallel
         names_by_shape: dict[tuple[int, int, float], list[str]] = defaultdict(list)
         for name in matrices:
             n_row, n_column = parallel.shapes[name]
@@ -100,10 +93,7 @@ class Muon:
             del direction, change  # free their memory before the next stack
 
     def direction(self, stack: Stack, finite: Tensor) -> Tensor:
-        """Update the momentum. Returns its Nesterov form, orthogonalised, (n, rows on this rank, C) fp32.
-
-        MuonEq-R (arXiv 2603.28254) divides each row by its norm before the orthogonalisation.
-        """
+        """Update the momentum. Returns its Nesterov form (MuonEq-R, arXiv 2603.28254), orthogonalised, shaped alike, fp32."""
         gradient = torch.stack([matrix.grad for matrix in stack.matrices])
         momentum = stack.momentum
         momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - MOMENTUM), momentum))
@@ -123,10 +113,7 @@ class Muon:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Approximately the nearest (semi-)orthogonal matrices to (n, R, C), by Newton–Schulz iteration.
-
-    Their singular values are about 0.7 to 1.2.
-    """
+    """Approximately the nearest (semi-)orthogonal matrices to (n, R, C), by Newton–Schulz: singular values of 0.7 to 1.2."""
     is_wide = matrices.size(-2) <= matrices.size(-1)
     x = matrices if is_wide else matrices.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + SMALLEST_NORM)
@@ -234,7 +221,6 @@ class LossScale:
         self.finite_steps = torch.zeros((), device=device)
 
     def unscale(self, parameters: list[nn.Parameter]) -> None:
-        """Divide the gradients by the scale, in place."""
         if self.active:
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_div_(gradients, self.factor.to(gradients[0].device))
@@ -347,12 +333,6 @@ GROUP_OF_NAME = (
 OF_MLP = re.compile(r"blocks\.\d+\.mlp\..+")  # a user's own MLP may use any names: its 2-dim parameters are matrices
 
 
-def group_of(name: str, parameter: nn.Parameter) -> str | None:
-    if OF_MLP.fullmatch(name) and not is_factor(name):
-        return "matrix" if parameter.ndim == 2 else "vector"
-    return next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
-
-
 def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, nn.Parameter]]:
     """The parameters that are trained, by group and name. Each is in exactly one group.
 
@@ -363,7 +343,10 @@ def group_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, dict[str,
         group: {} for group in ("embedding", "factor", "head", "matrix", "taps", "vector")
     }
     for name, parameter in trained(parameters).items():
-        group = group_of(name, parameter)
+        if OF_MLP.fullmatch(name) and not is_factor(name):
+            group = "matrix" if parameter.ndim == 2 else "vector"
+        else:
+            group = next((group for pattern, group in GROUP_OF_NAME if pattern.fullmatch(name)), None)
         assert group is not None, f"no optimizer group for the parameter {name}: add it to GROUP_OF_NAME"
         other = group == "taps" or ".compatibility." in name or OF_MLP.fullmatch(name)
         assert (parameter.ndim == 1) == (group == "vector") or other, (
@@ -398,14 +381,12 @@ class Optimizer:
 
     def __init__(self, parallel: Parallel, config: OptimizerConfig, bf16: bool) -> None:
         """bf16: Muon orthogonalises in bf16."""
-        self.parallel, self.config = parallel, config
-        self.clip_norm = config.clip_norm
+        self.parallel, self.config, self.clip_norm = parallel, config, config.clip_norm
         self.names = {parameter: name for name, parameter in trained(parallel.local_parameters).items()}
         groups = group_parameters(parallel.local_parameters)
         transfer = Transfer.of(parallel.model.config, config)
-        with_muon = config.kind != "adamw" and groups["matrix"]
         self.muon = None
-        if with_muon:
+        if config.kind != "adamw" and groups["matrix"]:
             matrices = groups.pop("matrix")
             rate_factors = {name: transfer.factors(name).muon_rate for name in matrices}
             self.muon = Muon(matrices, rate_factors, config, bf16, parallel)
@@ -465,11 +446,9 @@ class Optimizer:
         remaining = dict(tensors)
         for group in self.adamw.param_groups:
             for parameter in group["params"]:
-                name = self.names[parameter]
                 self.adamw.state[parameter] = {
-                    "step": remaining.pop(f"{name}/step").to(parameter.device),
-                    "exp_avg": remaining.pop(f"{name}/exp_avg").to(parameter.device),
-                    "exp_avg_sq": remaining.pop(f"{name}/exp_avg_sq").to(parameter.device),
+                    quantity: remaining.pop(f"{self.names[parameter]}/{quantity}").to(parameter.device)
+                    for quantity in ("step", "exp_avg", "exp_avg_sq")
                 }
         for name, state in self.kept_tensors().items():
             state.copy_(remaining.pop(name))
@@ -479,10 +458,7 @@ class Optimizer:
 def adamw_groups(
     groups: dict[str, dict[str, nn.Parameter]], transfer: Transfer, config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """The parameter groups of torch's AdamW: the parameters of a group share peak rate, weight decay and epsilon.
-
-    Weight decay applies to matrices. It also applies to embedding and head if AdamW is the only optimizer.
-    """
+    """The parameter groups of torch's AdamW. Matrices decay, and embedding and head too if AdamW is the only optimizer."""
     peak_rates = {
         "embedding": config.embedding_learning_rate or config.learning_rate,
         "head": config.learning_rate,
@@ -501,9 +477,8 @@ def adamw_groups(
             "params": parameters,
             "lr": peak_rates[group] * factors.adamw_rate,
             "peak": peak_rates[group] * factors.adamw_rate,
-            "weight_decay": config.decay / factors.adamw_rate
-            if group in decaying
-            else 0.0,  # torch multiplies it by lr
+            # torch multiplies it by lr
+            "weight_decay": config.decay / factors.adamw_rate if group in decaying else 0.0,
             "eps": config.epsilon * factors.epsilon,
         }
         for (group, factors), parameters in with_same_settings.items()

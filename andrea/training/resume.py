@@ -38,11 +38,10 @@ from andrea.model.lora import train_vocabulary
 from andrea.runtime import torchrun
 from andrea.runtime.program import typed_words
 from andrea.text.corpus import Corpus
-from andrea.training.optimizer import LossScale, decay_start, may_change, rate_at, relength, saved_shapes
-from andrea.training.parallel.saver import Saver
+from andrea.training.optimizer import decay_start, may_change, rate_at, relength, saved_shapes
 from andrea.training.planning.length import is_open
 from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.run_folder import LOCK, read_lines, run_folder_of
 
 # Keys that a resumed run may not change: with other values it would be a different run. The paths of the text may change,
@@ -59,30 +58,21 @@ OF_THE_RANKS = ("threads", "train.micro_batch", "parallel")
 
 def find_resume(config: RunConfig) -> Checkpoint | None:
     """The checkpoint that `resume` names; None for `auto` without one. Raises UserError if the checkpoint does not exist."""
-    found = named_or_newest(config)
-    return found and with_found_paths(found)
-
-
-def named_or_newest(config: RunConfig) -> Checkpoint | None:
+    runs_dir, began = Path(config.runs_dir), torchrun.recorded_run_folder()
     if config.resume != "auto":
         assert config.resume is not None
-        found = locate(config.resume, Path(config.runs_dir), key="resume", newest=True)
-        began = torchrun.recorded_run_folder()  # the run goes on from its own checkpoints, as soon as it has one
-        own = newest_whole(began) if began else None
+        found = locate(config.resume, runs_dir, key="resume", newest=True)
+        own = newest_whole(began) if began else None  # the run goes on from its own checkpoints, as soon as it has one
         if own is None and not config.name:
             check_newest(found, config)
-        return own or found
-    folder = torchrun.recorded_run_folder() or named_or_newest_run(config)
+        return with_found_paths(own or found)
+    folder = began or (runs_dir / config.name if config.name else newest_run(runs_dir))
     if folder is None or not os.path.isdir(folder):
         return None
     found = newest_whole(folder)
     if found is None and checkpoints_of(folder):  # a new run would remove checkpoints that may be repairable
         raise UserError(f"resume=auto: every checkpoint of {folder} is damaged; start a new run with another name=…")
-    return found
-
-
-def named_or_newest_run(config: RunConfig) -> Path | None:
-    return Path(config.runs_dir) / config.name if config.name else newest_run(Path(config.runs_dir))
+    return found and with_found_paths(found)
 
 
 def check_newest(checkpoint: Checkpoint, config: RunConfig) -> None:
@@ -101,10 +91,7 @@ def check_newest(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def with_found_paths(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with relative paths in its configuration made absolute, if the run was started in another folder.
-
-    A path that does not exist there any more stays as it is.
-    """
+    """The checkpoint with the relative paths that exist where the run was started made absolute, if that was elsewhere."""
     started_in = checkpoint.state.get("working_folder")
     if not isinstance(started_in, str) or started_in == os.getcwd():
         return checkpoint
@@ -199,19 +186,13 @@ def show_resume(
 ) -> None:
     """changes: of `merge`. saved: of `saved_run`. progress: of `resumed_progress`."""
     print(f"resuming {checkpoint.path}: step {checkpoint.step}, {checkpoint.state['tokens']:,} tokens seen")
-    for source in data_sources(config):
-        print(f"  data: {source}")
+    sources = config.data.sources.items() if config.data.kind == "mixture" else [("", config.data)]
+    for name, source in sources:  # before they are read, because their paths come from the checkpoint
+        print(f"  data: {name + ': ' if name else ''}{source.kind} {source.path or ''}".rstrip())
     for change in changes + changed_own_parts(checkpoint, config.model, config.attention):
         print(f"  changed {change}")
     if line := describe_rate(progress_of(checkpoint), saved, progress, config):
         print(f"  {line}")
-
-
-def data_sources(config: RunConfig) -> list[str]:
-    """The run's data sources. They are printed before they are read, because their paths come from the checkpoint."""
-    if config.data.kind == "mixture":
-        return [f"{name}: {source.kind} {source.path or ''}".rstrip() for name, source in config.data.sources.items()]
-    return [f"{config.data.kind} {config.data.path or ''}".rstrip()]
 
 
 def check_data(checkpoint: Checkpoint, corpus: Corpus) -> None:
@@ -223,21 +204,22 @@ def check_data(checkpoint: Checkpoint, corpus: Corpus) -> None:
         )
 
 
-def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> None:
-    """Load weights, optimizer state, loss scale and random state from the checkpoint."""
-    saver.restore(checkpoint)
-    scale.load_state(checkpoint.state["loss_scale"])
-    torch.set_rng_state(random_state(checkpoint))
-
-
 def resumed_progress(
     checkpoint: Checkpoint, saved: RunConfig, config: RunConfig, left_auto: Collection[str]
 ) -> Progress:
-    """The run's progress, with its length from now on. saved: the result of `saved_run`. left_auto: see Plan."""
-    before = progress_of(checkpoint)
-    progress = with_length(before, saved, remembered_auto(checkpoint), config, left_auto)
-    same_length = progress.planned_steps == before.planned_steps
-    same_rates = same_length or before.step <= decay_start(before.planned_steps, saved.optimizer)
+    """The run's progress, with its length from now on: the planned one, unless the user now asks for another.
+
+    saved: the result of `saved_run`. left_auto: see Plan.
+    """
+    before = progress = progress_of(checkpoint)
+    step, planned, optimizer = before.step, before.planned_steps, saved.optimizer
+    if saved.train.max_minutes is not None and is_open(step, planned, optimizer):  # planned is only the limit of then
+        steps = relength(step, planned, 1, optimizer) if may_change(step, planned, optimizer) else step + 1
+        progress = dataclasses.replace(before, planned_steps=max(config.steps, steps))
+    if asked_length(saved, remembered_auto(checkpoint)) != asked_length(config, left_auto):
+        progress = dataclasses.replace(progress, planned_steps=config.steps)
+    same_length = progress.planned_steps == planned
+    same_rates = same_length or step <= decay_start(planned, optimizer)
     same_recipe = same_rates and recipe_fingerprint(saved) == recipe_fingerprint(config)
     return dataclasses.replace(progress, follows_recipe=before.follows_recipe and same_recipe)
 
@@ -253,27 +235,8 @@ def asked_length(config: RunConfig, left_auto: Collection[str]) -> tuple[float |
     return steps, config.train.flops, config.train.tokens_per_parameter
 
 
-def with_length(
-    progress: Progress, saved: RunConfig, saved_auto: Collection[str], config: RunConfig, left_auto: Collection[str]
-) -> Progress:
-    """The progress of a resumed run with its length: the planned length, unless the user now asks for another length.
-
-    saved_auto, left_auto: the keys that were left `auto` in the checkpoint's run, and in this process.
-    """
-    step, planned, optimizer = progress.step, progress.planned_steps, saved.optimizer
-    if saved.train.max_minutes is not None and is_open(step, planned, optimizer):  # planned is only the limit of then
-        steps = relength(step, planned, 1, optimizer) if may_change(step, planned, optimizer) else step + 1
-        progress = dataclasses.replace(progress, planned_steps=max(config.steps, steps))
-    if asked_length(saved, saved_auto) == asked_length(config, left_auto) or progress.planned_steps == config.steps:
-        return progress
-    return dataclasses.replace(progress, planned_steps=config.steps)
-
-
 def describe_rate(before: Progress, saved: RunConfig, now: Progress, config: RunConfig) -> str | None:
-    """A line on the learning rate's jump when a run goes on with another number of steps; None without a jump.
-
-    before, now: the progress as saved, and with the length of this process.
-    """
+    """A line on the learning rate's jump when a run, `before` as saved, goes on with another length; None without a jump."""
     step, steps = now.step, now.planned_steps
     if steps == before.planned_steps or not 0 < step < min(steps, before.planned_steps + 1):
         return None
@@ -329,7 +292,8 @@ def merge(
     after |= again
     changed = differing(before, after)
     for key in sorted(changed):
-        if is_fixed(key):
+        is_path = key == "data.path" or (key.startswith("data.sources.") and key.endswith(".path"))
+        if not is_path and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED):
             raise UserError(
                 f"{key}={as_typed(after[key])} cannot replace {key}={as_typed(before.get(key))} of the run to resume; "
                 f"leave {key} out, or start a new run from its weights with init_from=…"
@@ -337,11 +301,6 @@ def merge(
     planned = set() if after.get("dry_run") else {key for key in INTERVALS if key in again}
     told = sorted(changed - planned)
     return lay_over({}, after), [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
-
-
-def is_fixed(key: str) -> bool:
-    is_path = key == "data.path" or (key.startswith("data.sources.") and key.endswith(".path"))
-    return not is_path and any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED)
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:

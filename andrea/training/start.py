@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from andrea.checkpoint import Checkpoint
-from andrea.checkpoint.keep import mark_and_prune
+from andrea.checkpoint.find import mark_and_prune, set_aside_after
 from andrea.checkpoint.model import load_results
 from andrea.config import PathText, RunConfig, Text, UserError
 from andrea.model import GPT, initialise
@@ -27,7 +26,6 @@ from andrea.runtime.device import WEIGHT_DTYPE, choose_threads, keep_freed_memor
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.checkpoints import RunCheckpoints, checkpoint_facts
 from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.attention import measures_every_step
@@ -39,31 +37,25 @@ from andrea.training.objectives.objective import Objective
 from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import DataParallel, Parallel, Ranks, Watchdog, reuses_training_graph
-from andrea.training.parallel.saver import make_saver
+from andrea.training.parallel.saver import Saver, ShardedSaver
 from andrea.training.planning.init_from import source_of_weights
 from andrea.training.planning.length import FORWARD_SHARE, TimeBudget, describe_length
 from andrea.training.planning.memory import Machine, with_tried_micro_batch
 from andrea.training.planning.plan import Plan, make_plan
-from andrea.training.progress import FinishedRun, Progress
-from andrea.training.records import Logger
+from andrea.training.records import Logger, Progress
 from andrea.training.records.console import Console
-from andrea.training.records.records import Records, check_loggers, open_loggers, set_later_checkpoints_aside
-from andrea.training.records.run_folder import (
-    RunLog,
-    folder_to_write,
-    mark,
-    run_folder_locked,
-    write_config,
-)
-from andrea.training.resume import (
-    check_data,
-    restore,
-    resumed_progress,
-    saved_run,
-    without_run,
-)
+from andrea.training.records.records import Records, check_loggers, open_loggers
+from andrea.training.records.run_folder import folder_to_write, mark, run_folder_locked, write_config
+from andrea.training.resume import check_data, random_state, resumed_progress, saved_run, without_run
 from andrea.training.step import TrainingStep
-from andrea.training.trainer import StopRequests, Throughput, Trainer, advising_to_continue
+from andrea.training.trainer import (
+    RunCheckpoints,
+    StopRequests,
+    Throughput,
+    Trainer,
+    advising_to_continue,
+    checkpoint_facts,
+)
 
 MakeLogger = Callable[[Path], Logger]  # run folder -> logger
 
@@ -80,8 +72,8 @@ class RunSetup:
     folder: Path
     console: Console
     watchdog: Watchdog
-    draw_lens: DrawLens | None
-    run_page: MakeLogger | None
+    draw_lens: DrawLens
+    run_page: MakeLogger
     objective: Objective | None  # None: the next token
 
 
@@ -90,19 +82,18 @@ def start(
     checkpoint: Checkpoint | None,
     ranks: Ranks,
     watchdog: Watchdog,
-    draw_lens: DrawLens | None = None,
-    run_page: MakeLogger | None = None,
-    left_auto: Sequence[str] = (),
-    groups: Mapping[str, str] = MappingProxyType({}),
-    started: float | None = None,
-) -> FinishedRun:
-    """Train a new run, or continue from `checkpoint`. Every rank must call this. Raises UserError.
+    draw_lens: DrawLens,
+    run_page: MakeLogger,
+    left_auto: Sequence[str],
+    groups: Mapping[str, str],
+    started: float,
+) -> tuple[int, Path]:
+    """Train a new run, or continue from `checkpoint`, on every rank. Returns exit code and run folder. Raises UserError.
 
-    draw_lens: draws the lens page at each evaluation. run_page: makes the logger that writes the page of the run's folder.
-    Both are passed in, because training may not import insight. left_auto, groups: see Plan.
-    started: time.monotonic() at the beginning of the command, from which train.max_minutes counts; default: now.
+    draw_lens: draws the lens page. run_page: makes the logger that writes the page of the run's folder. Both are passed in,
+    because training may not import insight. left_auto, groups: see Plan. started: time.monotonic() at the beginning of the
+    command, from which train.max_minutes counts.
     """
-    started = time.monotonic() if started is None else started
     console = Console(config.steps, quiet=not ranks.is_rank_0)
     ranks.from_rank_0(lambda: check_loggers(config.logger))
     machine = Machine.of_rank(config.device, ranks)
@@ -123,7 +114,11 @@ def start(
     plan = ranks.from_rank_0(lambda: make_plan(asked, left_auto, dict(groups), planned_steps, machine, corpus))
     for line in plan.lines:
         console.say(line)
-    set_up_process(plan.config, machine)
+    choose_threads(plan.config.threads)  # this and the next lines hold for the whole process
+    if machine.device.type == "cpu":
+        keep_freed_memory()
+    set_determinism(bool(plan.config.deterministic))
+    torch.manual_seed(plan.config.seed)
     source = None
     if checkpoint:
         ranks.rank_0_first(lambda: check_data(checkpoint, corpus))
@@ -152,7 +147,7 @@ def start(
                 code = trainer.train()
             finally:
                 trainer.records.finish(code)
-        return FinishedRun(code, folder)
+        return code, folder
 
 
 def make_objective(plan: Plan, corpus: Corpus, machine: Machine, teachers: Teachers | None) -> Objective | None:
@@ -178,19 +173,17 @@ def make_model_and_loss(
     setup.watchdog.at(0, "building the model")
     model = make_model(config, tokenizer, source, fresh=setup.checkpoint is None)
     parallel = make_parallel(plan.sharing, config, setup.machine.ranks, device, model, tokenizer)
+    micro_loss = micro_batch_loss(parallel.model, config, device, teachers, setup.objective)
     if device.type == "cuda" and plan.is_micro_batch_chosen:
-        config = with_tried_micro_batch(config, parallel, setup.machine, setup.console, teachers, setup.objective)
+        config = with_tried_micro_batch(config, parallel, setup.machine, setup.console, micro_loss)
     setup.watchdog.at(0, "compiling")
     may_run_uncompiled = "compile" in plan.left_auto
-    loss, config = make_loss(parallel, config, device, setup.console, may_run_uncompiled, teachers, setup.objective)
+    loss, config = make_loss(parallel, micro_loss, config, device, setup.console, may_run_uncompiled)
     return dataclasses.replace(plan, config=config), parallel, loss
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | None, fresh: bool) -> GPT:
-    """The model on the CPU, with the weights of `source` if given, else newly initialised if `fresh`.
-
-    Otherwise its weights are meaningless until a checkpoint is loaded.
-    """
+    """The model on the CPU: of `source`, new if `fresh`, otherwise meaningless until a checkpoint is loaded."""
     model = blank_model(config, tokenizer)
     if source is not None:
         load_results(model, source, n_added=tokenizer.n_vocab - source.tokenizer().n_vocab)
@@ -218,24 +211,30 @@ def make_parallel(
     return DataParallel(model, ranks) if ranks.size > 1 else Parallel(model)
 
 
+def micro_batch_loss(
+    model: GPT,
+    config: RunConfig,
+    device: torch.device,
+    teachers: Teachers | None = None,
+    objective: Objective | None = None,
+) -> MicroBatchLoss:
+    observing, recompute = measures_every_step(config.attention), config.train.activation_checkpointing
+    return MicroBatchLoss(model, device, config.precision, observing, recompute, teachers, objective)
+
+
 def make_loss(
     parallel: Parallel,
+    micro_loss: MicroBatchLoss,
     config: RunConfig,
     device: torch.device,
     console: Console,
     may_run_uncompiled: bool,
-    teachers: Teachers | None = None,
-    objective: Objective | None = None,
 ) -> tuple[nn.Module, RunConfig]:
-    """The module that computes the loss of a micro-batch, and the config with the `compile` setting that worked.
+    """The module that the training step calls for `micro_loss`, and the config with the `compile` setting that worked.
 
     Compiling happens here, so that it is not counted as training time. If compiling fails and may_run_uncompiled is
     true (compile was auto), the console says so and training continues uncompiled; otherwise raises UserError.
     """
-    recompute = config.train.activation_checkpointing
-    micro_loss = MicroBatchLoss(
-        parallel.model, device, config.precision, measures_every_step(config.attention), recompute, teachers, objective
-    )
     loss = parallel.wrap(micro_loss, config.compile)
     if config.compile == "off":
         return loss, config
@@ -271,10 +270,12 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     corpus, checkpoint, console = setup.corpus, setup.checkpoint, setup.console
     optimizer = Optimizer(parallel, config.optimizer, bf16=config.precision == "bf16")
     scale = LossScale(device, active=config.precision == "fp16")
-    saver = make_saver(folder, optimizer, corpus.tokenizer, config.train.keep)
+    saver = (ShardedSaver if parallel.is_sharded else Saver)(folder, optimizer, corpus.tokenizer, config.train.keep)
     setup.watchdog.at(0, "reading the checkpoint")
     if checkpoint:
-        restore(checkpoint, saver, scale)
+        saver.restore(checkpoint)
+        scale.load_state(checkpoint.state["loss_scale"])
+        torch.set_rng_state(random_state(checkpoint))
     progress = progress_at_start(config, checkpoint, plan.left_auto)
     console.steps = progress.planned_steps
     budget = make_time_budget(plan, corpus, setup.started)
@@ -287,7 +288,8 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
         console.say(line)
 
     ranks = parallel.ranks
-    ranks.from_rank_0(lambda: set_later_checkpoints_aside(folder, checkpoint, console))
+    for path in ranks.from_rank_0(lambda: set_aside_after(folder, checkpoint.step) if checkpoint else []):
+        console.say(f"the run continues from an earlier step; a checkpoint after that step was renamed to {path}")
     best = progress.best_bpb
     progress.best_bpb = ranks.from_rank_0(lambda: mark_and_prune(folder, config.train.keep, best))  # on the disk
     torchrun.record_run_folder(folder)
@@ -295,7 +297,7 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
         lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None, config.init_from)
     )
     facts = checkpoint_facts(config, corpus, ranks, run_id, plan.left_auto, plan.groups)
-    records = Records([], console, RunLog(folder), progress, setup.watchdog)
+    records = Records([], console, folder, progress, setup.watchdog)
     if ranks.is_rank_0:
         open_loggers(records, config, folder, checkpoint, parallel, facts, setup.run_page)
     health = make_health(config, corpus, loader, checkpoint, plan.expected_epochs)
@@ -345,12 +347,3 @@ def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_aut
     if checkpoint is None:
         return Progress(planned_steps=config.steps, follows_recipe=not config.init_from)
     return resumed_progress(checkpoint, saved_run(checkpoint, config), config, left_auto)
-
-
-def set_up_process(config: RunConfig, machine: Machine) -> None:
-    """Apply settings of torch and of the C library that hold for the whole process."""
-    choose_threads(config.threads)
-    if machine.device.type == "cpu":
-        keep_freed_memory()
-    set_determinism(bool(config.deterministic))
-    torch.manual_seed(config.seed)

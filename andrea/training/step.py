@@ -17,7 +17,7 @@ from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.model.lora import B
 from andrea.runtime import host_copy
-from andrea.runtime.out_of_memory import is_out_of_memory
+from andrea.runtime.host_memory import is_out_of_memory
 from andrea.text.loader import Loader
 from andrea.text.shards import DataLost
 from andrea.text.windows import IGNORED_TARGET
@@ -85,10 +85,7 @@ class TrainingStep:
         return Batch(tokens, targets, self.loader.count_targets(step * n, n), seeds, most_rows)
 
     def prefetch(self, step: int) -> None:
-        """On a GPU: read the batch that follows `step` steps now, while the GPU computes the step before them.
-
-        Data that cannot be read are reported when the batch is needed, after all that is due before it.
-        """
+        """On a GPU: read the batch that follows `step` steps now. Lost data are reported when the batch is needed."""
         if host_copy.runs_ahead(self.device) and not (self.objective and self.objective.draws):
             with contextlib.suppress(DataLost):
                 self.prefetched = step, self.read_batch(step)
@@ -103,18 +100,16 @@ class TrainingStep:
         nats, *summed_flags = self.ranks.sum(torch.stack([nats, *stop_flags()])).unbind()
         heads = self.ranks.merge_head_statistics(heads) if heads else None
         self.parallel.set_local_gradients()
-        if self.scale.active:
-            self.scale.unscale(self.optimizer.parameters)
+        self.scale.unscale(self.optimizer.parameters)
         norm = self.optimizer.clip()
         finite = torch.isfinite(norm) & torch.isfinite(nats)
         before = sampled_weights(self.parallel) if measure_size else None
         self.optimizer.step(rate, finite)
-        ratios = (
-            update_ratios(before, sampled_weights(self.parallel), self.parallel.sum_over_shards) if before else None
-        )
+        ratios = None
+        if before:
+            ratios = update_ratios(before, sampled_weights(self.parallel), self.parallel.sum_over_shards)
         self.parallel.zero_gradients()
-        if self.scale.active:
-            self.scale.update(finite)
+        self.scale.update(finite)
         if self.config.attention.qk_clip is not None:
             self.clipped_heads += clip_logits(self.parallel, heads.largest_logit, self.config.attention.qk_clip, finite)
         return Update(nats / batch.n_target, norm, finite, summed_flags, heads, ratios)
@@ -206,10 +201,7 @@ def sampled_weights(parallel: Parallel) -> list[Tensor]:
 
 
 def update_ratios(before: list[Tensor], after: list[Tensor], sum_over_shards: Callable[[Tensor], Tensor]) -> Tensor:
-    """(matrices,): ‖after - before‖ / ‖before‖ of each matrix, on the device.
-
-    before, after: results of `sampled_weights` before and after the optimizer step.
-    """
+    """(matrices,): ‖after - before‖ / ‖before‖ of each matrix, on the device, from two results of `sampled_weights`."""
     changed = [(new - old).square().sum() for old, new in zip(before, after, strict=True)]
     norms = sum_over_shards(
         torch.stack([torch.stack(changed), torch.stack([old.square().sum() for old in before])])

@@ -1,12 +1,14 @@
-"""The training loop."""
+"""The training loop: its speed, requests to stop it, its checkpoints, and its end."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,31 +17,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_of
-from andrea.config import RunConfig, settings_of_runs
+from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_name, step_of
+from andrea.checkpoint.find import own_figure
+from andrea.checkpoint.model import own_parts
+from andrea.config import RunConfig, settings_of_runs, to_plain
 from andrea.runtime import host_copy
 from andrea.runtime.device import peak_memory_bytes
-from andrea.runtime.files import StorageFailed
+from andrea.runtime.files import StorageFailed, storing
 from andrea.runtime.own_parts import is_own
 from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.runtime.shared_cores import sharing_cores
-from andrea.runtime.system import HANG_UP
+from andrea.runtime.system import HANG_UP, rename
+from andrea.text.corpus import Corpus
 from andrea.text.shards import DataLost
-from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.health.attention import finite_or_none, scalars
-from andrea.training.health.health import optimizer_remedy, remedy_settings
-from andrea.training.optimizer import rate_at, relength
+from andrea.training.health.health import Health, optimizer_remedy, remedy_settings
+from andrea.training.optimizer import LossScale, rate_at, relength
+from andrea.training.parallel.ranks import Ranks
+from andrea.training.parallel.saver import Saver
 from andrea.training.planning.length import TimeBudget, fixes_length, is_open
 from andrea.training.planning.plan import Plan
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.console import part_words
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import read_lines, write_config
 from andrea.training.step import TrainingStep, Update
 
 # ----------------------------------------------------------------------------------------------------------- throughput
-# Measures the training speed over the steps since the last record.
 
 
 class Throughput:
@@ -160,26 +165,352 @@ class StopRequests:
                 signal.signal(number, handler)
 
 
-# -------------------------------------------------------------------------------------------------------------- endings
-# The end of a run: save a checkpoint, print the reason and the next command, return the exit code.
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@dataclass(frozen=True)
-class Endings:
-    """The three ways in which a run ends without an exception. Every rank must call them."""
+@dataclass
+class RunCheckpoints:
+    """Saves the checkpoints of one run. facts: the result of `checkpoint_facts`, written to each state.json."""
 
-    config: RunConfig
+    folder: Path  # of the run
+    saver: Saver
+    progress: Progress
+    scale: LossScale
+    health: Health
+    records: Records
+    facts: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.progress.step if checkpoints_of(self.folder) else None
+        self.damaged = ""  # names a tensor with a non-finite value, for the message that ends the run
+
+    @property
+    def path(self) -> Path:
+        """The folder of the current step's checkpoint, which may not exist yet."""
+        return self.folder / "checkpoints" / step_name(self.progress.step)
+
+    def is_saved(self) -> bool:
+        return self.saved_step == self.progress.step
+
+    def is_finite(self) -> bool:
+        """Whether weights and optimizer state are finite on all ranks. Every rank must call this."""
+        parallel, device = self.saver.parallel, self.scale.factor.device
+        kept = parallel.local_parameters | self.saver.optimizer.state_tensors()
+        finite = torch.stack([tensor.detach().isfinite().all().to(device) for tensor in kept.values()])
+        wrong = [name for name, fine in zip(kept, finite.tolist(), strict=True) if not fine]
+        if bool(parallel.ranks.minimum(torch.tensor(float(not wrong), device=device))):
+            return True
+        self.damaged = f", but {wrong[0] if wrong else 'a tensor of another rank'} is not finite: nothing was saved"
+        return False
+
+    def save(self) -> None:
+        """Write a checkpoint; the saver then marks the best one and removes the oldest. Every rank must call this."""
+        progress = self.progress
+        self.records.working("saving")
+        self.records.flush()
+        figure = own_figure(vars(progress))
+        if figure is not None and (progress.best_bpb is None or figure < progress.best_bpb):
+            progress.best_bpb = figure
+        state = self.facts | vars(progress) | {"loss_scale": self.scale.state(), "health": self.health.state()}
+        self.saver.save(state | {"torch_random": torch.get_rng_state().tolist()})
+        self.saved_step = progress.step
+
+    def save_again(self) -> None:
+        """Write the current step's checkpoint anew, with what is known of it by now. Every rank must call this.
+
+        Until the new one is on the disk, the old one lies beside it, whole, and gets its name back if writing fails.
+        """
+        path, aside = self.path, self.path.with_name(f"aside-{self.path.name}-evaluated-later")
+        ranks = self.saver.parallel.ranks
+
+        def move(source: Path, target: Path) -> None:
+            with storing(path), contextlib.suppress(FileNotFoundError):  # a run that goes on in another folder has none
+                rename(source, target)
+
+        ranks.from_rank_0(lambda: move(path, aside))
+        try:
+            self.save()
+            self.saver.wait()
+        except BaseException:
+            if ranks.is_rank_0 and not path.exists():
+                move(aside, path)
+            raise
+        ranks.from_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
+
+    def save_if_new(self) -> None:
+        if not self.is_saved():
+            self.save()
+
+
+def checkpoint_facts(
+    config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str, left_auto: list[str], groups: Mapping[str, str]
+) -> dict[str, Any]:
+    """Facts that each checkpoint records. A resumed run is compared with them. `open_loggers` adds wandb's run id."""
+    return {
+        "left_auto": left_auto,
+        "groups": dict(groups),
+        "run": run_id,
+        "config": to_plain(config),
+        "working_folder": os.getcwd(),  # relative paths in `config` mean this folder
+        "data": corpus.fingerprint,
+        "tokenizer": corpus.tokenizer.identity,
+        "ranks": ranks.size,
+        "own_parts": own_parts(config.model, config.attention),
+        "wandb_id": None,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- the trainer
+
+NOTICED_RISE = 0.01  # of the validation figure, relative to its best: less may be chance
+MEASUREMENTS = 20  # of the attention heads in a run: enough for a curve of each head
+MOST_BETWEEN = 6  # of them between two evaluations: a run that is evaluated rarely is measured rarely too
+
+
+@dataclass
+class Trainer:
+    """Trains to the last step, the time limit, a signal or a failure; `train` returns the process's exit code."""
+
+    plan: Plan
+    step: TrainingStep
     progress: Progress
     evaluator: Evaluator
     checkpoints: RunCheckpoints
     records: Records
     stopping: StopRequests
-    is_planned_for_text: bool
+    throughput: Throughput
+
+    def __post_init__(self) -> None:
+        self.config = self.plan.config
+        self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
+        self.figures: dict[str, float] = {}  # number, loss and gradient norm of the last step that was read
+        self.unjudged: list[tuple[int, float, float]] = []  # step, loss, norm that the health checks do not know yet
+        self.planned = self.config_for(self.progress.planned_steps)
+        budget, optimizer = self.stopping.budget, self.config.optimizer
+        self.is_open = budget is not None and is_open(self.progress.step, self.progress.planned_steps, optimizer)
+        if budget and self.is_open:  # as long as it may be: train.max_minutes lets the rate fall earlier
+            self.progress.planned_steps = budget.most_steps
+
+    def train(self) -> int:
+        is_alone = self.step.device.type == "cpu" and self.step.ranks.size == 1  # ranks also wait for each other
+        with self.stopping.signals_caught(), self.records.console.live_line(), sharing_cores(is_alone):
+            try:
+                return self.train_steps()
+            except DataLost:  # the weights are intact; with several ranks, the others are in the middle of a step
+                if self.progress.step and self.step.ranks.size == 1 and self.read_figures(wait=True):
+                    self.tell_health()
+                    if not self.checkpoints.is_saved() and self.checkpoints.is_finite():
+                        self.checkpoints.save()
+                raise
+
+    def train_steps(self) -> int:
+        config, progress = self.config, self.progress
+        if progress.step and "evaluation" in self.due_at(progress.step):  # the run may have been killed after the save
+            if progress.evaluated_step != progress.step:  # such as one whose held-out text could not be read
+                self.records.log(self.evaluator.evaluate(size_ratios=None))
+                self.checkpoints.save_again()
+            self.evaluator.make_up()
+        if self.stopping.budget:
+            self.stopping.budget.lap()
+        while progress.step < progress.planned_steps and not self.stopping.agreed:
+            clock = time.perf_counter()
+            self.records.watchdog.at(progress.step + 1, "training step")
+            due = self.due_at(progress.step + 1)
+            rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
+            batch = self.step.batch(progress.step)
+            update = self.step.run(batch, rate, self.requests, measure_size="evaluation" in due)
+            progress.step += 1
+            progress.tokens += self.throughput.tokens_per_step
+            progress.flops += self.throughput.tokens_per_step * self.throughput.flops_per_token
+            self.unread.append((progress.step, host_copy.HostCopy(update.numbers)))
+            self.step.prefetch(progress.step)
+            if not self.read_figures(wait="record" in due or "save" in due):
+                return self.stop_not_finite()
+            if ("evaluation" in due or "save" in due) and not self.checkpoints.is_finite():
+                return self.stop_not_finite()
+            self.note_time(time.perf_counter() - clock, rate)
+            if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
+                self.heed_time(wanted)
+            if due:
+                self.checkpoints.saver.check()
+                self.tell_health()
+                self.do(due, update, rate)
+            if "evaluation" in due and (failed := self.evaluator.failed()):
+                return self.stop_failed(failed)
+        if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
+            return self.stop_not_finite()
+        self.tell_health()
+        return self.conclude()
+
+    def due_at(self, step: int) -> set[str]:
+        """What follows step number `step`, counted from 1."""
+        train = self.planned.train
+        assert train.eval_every != "auto" and train.save_every != "auto", "auto is resolved before training"
+        # A run that is planned for a small text keeps its intervals where it is shortened.
+        length = self.config.steps if self.plan.is_for_text else self.planned.steps
+        heads_every = max(1, length // MEASUREMENTS, train.eval_every // MOST_BETWEEN)
+        is_last = step == self.progress.planned_steps
+        is_evaluated = is_last or step % train.eval_every == 0
+        is_due = {
+            "heads": step % heads_every == 0,
+            "evaluation": is_evaluated,
+            "record": is_evaluated or step % train.log_every == 0,
+            "save": is_last or step % train.save_every == 0,
+        }
+        return {name for name, due in is_due.items() if due}
+
+    def do(self, due: set[str], update: Update, rate: float) -> None:
+        """Do what follows a step, outside the clock. update, rate: its results, and its rate as a share of the peak."""
+        evaluated: dict[str, Any] = {}
+        if "heads" in due:
+            self.records.log(self.evaluator.measure_heads())
+        if "evaluation" in due:
+            evaluated = self.evaluator.evaluate(update.size_ratios)
+        if "record" in due:
+            self.records.log(self.training_figures(update, rate) | evaluated)
+        if "evaluation" in due:
+            self.heed_evaluation()
+        if "save" in due:  # before the lens page and the sample: neither can cost it
+            self.checkpoints.save()
+        if "evaluation" in due:
+            self.evaluator.draw_attention()
+            self.evaluator.show_sample()
+            if self.stopping.budget:
+                self.stopping.budget.note_evaluation()
+        self.evaluator.forget()
+
+    def read_figures(self, wait: bool) -> bool:
+        """Read loss, gradient norm and flags of completed steps. Returns False if a step was not finite.
+
+        Without `wait`, the newest step on a GPU is left unread: the host then queues one step while the GPU computes
+        another. An fp16 step that only overflowed its loss scale is not a failure: the scale was halved and training goes on.
+        """
+        leave_newest = host_copy.runs_ahead(self.step.device) and not wait
+        while len(self.unread) > int(leave_newest):
+            number, numbers = self.unread.pop(0)
+            loss, norm, finite, *stop_flags = numbers.read()
+            self.figures = {"step": number, "loss": loss, "norm": norm}
+            self.stopping.agree(stop_flags)
+            if finite:
+                self.unjudged.append((number, loss, norm))
+            elif not self.step.scale.may_back_off():
+                return False
+            else:
+                self.records.console.say(f"step {number}: fp16 overflowed: no update, and the loss scale is halved")
+        return True
+
+    def tell_health(self) -> None:
+        """Hand the health checks the steps that were read since the last call: before each evaluation and each save."""
+        is_comparable = self.step.objective is None or self.step.objective.is_loss_comparable
+        for step in self.unjudged if is_comparable else ():
+            self.evaluator.health.note_step(*step)
+        self.unjudged.clear()
+
+    def settle_intervals(self, steps: int) -> None:
+        """Compute the intervals that were left `auto` for this length, which may be an estimate; the same on every rank."""
+        self.planned, self.records.console.steps = self.config_for(steps), steps
+        if self.step.ranks.is_rank_0:
+            write_config(self.checkpoints.folder, self.planned)
+
+    def heed_time(self, wanted: int) -> None:
+        """Fix the length at which train.max_minutes ends, or settle the intervals for rank 0's estimate of it."""
+        step, before, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
+        if not fixes_length(wanted, step, optimizer):
+            self.settle_intervals(wanted)
+            return
+        self.is_open, is_cosine = False, optimizer.schedule == "cosine"
+        steps = max(wanted, step + 1) if is_cosine else relength(step, before, wanted, optimizer)
+        self.progress.planned_steps = steps
+        self.settle_intervals(steps)
+        budget, speed = self.stopping.budget, self.throughput.tokens_per_second
+        assert budget is not None
+        remedy = "" if budget.is_limit else f"; train.max_minutes=null makes all {before}"
+        self.records.console.say(
+            f"length: {steps} steps, fixed now: at {speed:,.0f} tokens/s, these fit into "
+            f"train.max_minutes={budget.minutes:g}{remedy}"
+        )
+
+    def heed_evaluation(self) -> None:
+        """Begin the decay of the learning rate, or end the run, where its last evaluation asks for it.
+
+        On a small text the decay begins early if the validation loss rises; with train.patience, after so many evaluations
+        in a row without a new best, and the run ends if the rate falls already.
+        """
+        progress, patience = self.progress, self.config.train.patience
+        is_read_once = progress.tokens > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
+        if self.plan.is_for_text and is_read_once and not is_best_so_far(vars(progress), NOTICED_RISE):
+            self.begin_decay("the validation loss has risen")
+        if progress.compared_bpb is None:  # of a part of the held-out text
+            return
+        is_best = progress.best_bpb is None or progress.compared_bpb < progress.best_bpb
+        progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
+        if patience is None or progress.evaluations_since_best < patience:
+            return
+        progress.evaluations_since_best = 0
+        if not self.begin_decay(f"no new best in train.patience={patience} evaluations"):
+            self.stopping.end_without_new_best()
+
+    def begin_decay(self, why: str) -> bool:
+        """Let the learning rate fall from now on, unless it falls already. Returns whether the run is now shorter."""
+        step, before = self.progress.step, self.progress.planned_steps
+        steps = relength(step, before, 1, self.config.optimizer)
+        if steps < before:
+            self.is_open, self.progress.planned_steps = False, steps
+            self.settle_intervals(steps)
+            self.records.console.say(
+                f"{why}: the learning rate falls from step {step} on, and the run ends at step {steps} instead of {before}"
+            )
+        return steps < before
+
+    def config_for(self, steps: int) -> RunConfig:
+        """The configuration with this length, and with intervals for it."""
+        budget = self.stopping.budget
+        return self.plan.of_length(steps, budget.evaluations(steps) if budget else None)
+
+    def requests(self) -> list[Tensor]:
+        """This rank's `StopRequests.flags`, with the length that rank 0 asks for by train.max_minutes."""
+        step, budget, wanted = self.progress.step, self.stopping.budget, 0
+        if budget and self.is_open and self.step.ranks.is_rank_0:
+            optimizer = self.config.optimizer
+            wanted = budget.wanted_steps(step, optimizer, lambda steps: self.config_for(steps).train.eval_every)
+        return self.stopping.flags(wanted)
+
+    def note_time(self, step_seconds: float, rate: float) -> None:
+        """Count the time of the last step, and show the step."""
+        self.progress.seconds += step_seconds
+        self.throughput.add_step(step_seconds)
+        if self.stopping.budget:
+            self.stopping.budget.note_step()
+        seconds_left = (self.progress.planned_steps - self.progress.step) * self.throughput.seconds_per_step
+        tokens_per_second = self.throughput.tokens_per_second
+        if self.figures:  # on a GPU, the first step is not read yet
+            self.records.console.step(self.progress.step, self.figures["loss"], rate, tokens_per_second, seconds_left)
+
+    def training_figures(self, update: Update, rate: float) -> dict[str, float | None]:
+        """The record of the last step. Its speed is the mean since the last record."""
+        figures: dict[str, float | None] = {
+            "train/loss": self.figures["loss"],
+            "train/gradient_norm": finite_or_none(self.figures["norm"]),
+            "train/rate": rate,
+            "train/epoch": self.progress.tokens / self.step.loader.tokens_per_epoch,
+            **self.throughput.take_figures(),
+            **(self.step.objective.figures() if self.step.objective else {}),
+        }
+        if self.step.scale.active:
+            figures["train/loss_scale"] = float(self.step.scale.factor)
+        if update.heads is not None:
+            figures |= scalars(update.heads, "attention/step")
+        if self.config.attention.qk_clip is not None:
+            figures["attention/step/clipped_heads"] = self.step.take_clipped_heads()
+        return figures
+
+    # ---------------------------------------------------------------------------------------------- the ways to end
+    # Save a checkpoint, print the reason and the next command, return the exit code. Every rank must call these.
 
     def conclude(self) -> int:
         """End a run that is done, out of time or interrupted. Returns 0, or 128 + the signal's number."""
         progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
-        step, done = self.evaluator.step, progress.step == progress.planned_steps
+        done = progress.step == progress.planned_steps
         is_out_of_time = self.stopping.agreed == "stopped" and not self.stopping.is_out_of_patience
         if not done and is_out_of_time:
             self.records.log(self.evaluator.evaluate(size_ratios=None, whole=True))
@@ -191,26 +522,24 @@ class Endings:
             checkpoints.saver.conclude()
         checkpoints.saver.wait()
         why = "done" if done else self.stopping.agreed
-        peak = torch.tensor(float(peak_memory_bytes(step.device)))
+        peak = torch.tensor(float(peak_memory_bytes(self.step.device)))
         figures = {
             "val/loss": progress.val_loss,
             "val/bpb": progress.val_bpb,
-            "train/peak_memory_bytes": int(step.ranks.maximum(peak)),
+            "train/peak_memory_bytes": int(self.step.ranks.maximum(peak)),
         }
         if progress.val_tokens is not None:
             figures["val/tokens"] = progress.val_tokens
         self.records.log({"event": why, **figures, "checkpoint": str(checkpoints.path)})
         console.stop()
-        bits = (
-            f" · {progress.val_bpb:.4f} bits/byte{part_words(progress.val_tokens)}"
-            if progress.val_bpb is not None
-            else ""
-        )
+        bits = ""
+        if progress.val_bpb is not None:
+            bits = f" · {progress.val_bpb:.4f} bits/byte{part_words(progress.val_tokens)}"
         result = result_path(checkpoints.path, vars(progress), lambda fault: console.say(f"skipped: {fault}"))
         console.say(
             f"{why} at step {progress.step} of {progress.planned_steps}{self.reason(done)}{bits} · {checkpoints.path}"
         )
-        if step.ranks.is_rank_0:
+        if self.step.ranks.is_rank_0:
             self.show_result(result)
         sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **trust(self.config))}"
         is_ended = done or self.stopping.is_out_of_patience
@@ -235,7 +564,7 @@ class Endings:
             console.say(
                 f"result: step {step_of(result)}, which had the best evaluation, {bits:.4f} bits/byte · {result}"
             )
-        if self.is_planned_for_text and evaluations:
+        if self.plan.is_for_text and evaluations:
             judged = evaluations[0].get("val/judged_bpb")
             console.say(
                 "the held-out text is too small to judge the result on a part that was not used to choose the step"
@@ -243,12 +572,9 @@ class Endings:
                 else f"judged on the half of the held-out text that was not used to choose the step: {judged:.4f} bits/byte"
             )
 
-    def stop_not_finite(self, figures: dict[str, float]) -> int:
-        """End a run whose loss, gradient or weights are not finite, without saving them. Returns exit code 3.
-
-        figures: number, loss and gradient norm of the last step whose results were read from the device.
-        """
-        checkpoints = self.checkpoints
+    def stop_not_finite(self) -> int:
+        """End a run whose loss, gradient or weights are not finite, without saving them. Returns exit code 3."""
+        checkpoints, figures = self.checkpoints, self.figures
         checkpoints.saver.wait()
         saved = checkpoints_of(checkpoints.folder)
         remedies = [optimizer_remedy(self.config.optimizer)]
@@ -298,289 +624,3 @@ def trust(config: RunConfig) -> dict[str, str]:
     """The word that a command needs to import the user's own classes that this run uses."""
     parts = (config.attention.compatibility, config.model.mlp, config.objective.reward)
     return {"trust": "true"} if any(map(is_own, parts)) else {}
-
-
-# ---------------------------------------------------------------------------------------------------------- the trainer
-
-NOTICED_RISE = 0.01  # of the validation figure, relative to its best: less may be chance
-
-
-MEASUREMENTS = 20  # of the attention heads in a run: enough for a curve of each head
-MOST_BETWEEN = 6  # of them between two evaluations: a run that is evaluated rarely is measured rarely too
-
-
-@dataclass(frozen=True)
-class Action:
-    """What follows each step whose number is a multiple of one of `every`, and the last step if `at_end`."""
-
-    name: str
-    every: tuple[int, ...]
-    at_end: bool
-    do: Callable[[Update, float], None]  # of the step: its results, and its rate as a share of the peak
-
-    def is_due(self, step: int, last_step: int) -> bool:
-        return any(step % every == 0 for every in self.every) or (self.at_end and step == last_step)
-
-
-@dataclass
-class Trainer:
-    """Trains to the last step, the time limit, a signal or a failure; `train` returns the process's exit code."""
-
-    plan: Plan
-    step: TrainingStep
-    progress: Progress
-    evaluator: Evaluator
-    checkpoints: RunCheckpoints
-    records: Records
-    stopping: StopRequests
-    throughput: Throughput
-
-    def __post_init__(self) -> None:
-        self.config = self.plan.config
-        self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
-        self.figures: dict[str, float] = {}  # of the last step that was read
-        self.unjudged: list[tuple[int, float, float]] = []  # step, loss, norm that the health checks do not know yet
-        self.evaluated: dict[str, Any] = {}  # figures of an evaluation that are not recorded yet
-        self.planned = self.config_for(self.progress.planned_steps)
-        self.actions = self.planned_actions()
-        budget, optimizer = self.stopping.budget, self.config.optimizer
-        self.is_open = budget is not None and is_open(self.progress.step, self.progress.planned_steps, optimizer)
-        if budget and self.is_open:  # as long as it may be: train.max_minutes lets the rate fall earlier
-            self.progress.planned_steps = budget.most_steps
-        self.endings = Endings(
-            self.config,
-            self.progress,
-            self.evaluator,
-            self.checkpoints,
-            self.records,
-            self.stopping,
-            self.plan.is_for_text,
-        )
-
-    def train(self) -> int:
-        is_alone = self.step.device.type == "cpu" and self.step.ranks.size == 1  # ranks also wait for each other
-        with self.stopping.signals_caught(), self.records.console.live_line(), sharing_cores(is_alone):
-            try:
-                return self.train_steps()
-            except DataLost:  # the weights are intact; with several ranks, the others are in the middle of a step
-                if self.progress.step and self.step.ranks.size == 1 and self.read_figures(wait=True):
-                    self.tell_health()
-                    self.checkpoints.save_if_finite()
-                raise
-
-    def train_steps(self) -> int:
-        config, progress = self.config, self.progress
-        if progress.step and "evaluation" in self.due_at(progress.step):  # the run may have been killed after the save
-            if progress.evaluated_step != progress.step:  # such as one whose held-out text could not be read
-                self.records.log(self.evaluator.evaluate(size_ratios=None))
-                self.checkpoints.save_again()
-            self.evaluator.make_up()
-        if self.stopping.budget:
-            self.stopping.budget.lap()
-        while progress.step < progress.planned_steps and not self.stopping.agreed:
-            clock = time.perf_counter()
-            self.records.watchdog.at(progress.step + 1, "training step")
-            due = self.due_at(progress.step + 1)
-            rate = rate_at(progress.step, progress.planned_steps, config.optimizer)
-            batch = self.step.batch(progress.step)
-            update = self.step.run(batch, rate, self.requests, measure_size="evaluation" in due)
-            progress.step += 1
-            progress.tokens += self.throughput.tokens_per_step
-            progress.flops += self.throughput.tokens_per_step * self.throughput.flops_per_token
-            self.unread.append((progress.step, host_copy.HostCopy(update.numbers)))
-            self.step.prefetch(progress.step)
-            if not self.read_figures(wait="record" in due or "save" in due):
-                return self.endings.stop_not_finite(self.figures)
-            if ("evaluation" in due or "save" in due) and not self.checkpoints.is_finite():
-                return self.endings.stop_not_finite(self.figures)
-            self.note_time(time.perf_counter() - clock, rate)
-            if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
-                self.heed_time(wanted)
-            if due:
-                self.checkpoints.check()
-                self.tell_health()
-                for action in due.values():
-                    action.do(update, rate)
-                self.evaluator.forget()
-            if "evaluation" in due and (failed := self.evaluator.failed()):
-                return self.endings.stop_failed(failed)
-        if not self.read_figures(wait=True) or not (self.checkpoints.is_saved() or self.checkpoints.is_finite()):
-            return self.endings.stop_not_finite(self.figures)
-        self.tell_health()
-        return self.endings.conclude()
-
-    def planned_actions(self) -> list[Action]:
-        """What follows a step, in this order. Its time is not counted as training time."""
-        train = self.planned.train
-        assert train.eval_every != "auto" and train.save_every != "auto", "auto is resolved before training"
-        # A run that is planned for a small text keeps its intervals where it is shortened.
-        length = self.config.steps if self.plan.is_for_text else self.planned.steps
-        heads = max(1, length // MEASUREMENTS, train.eval_every // MOST_BETWEEN)
-        return [
-            Action("heads", (heads,), False, self.measure_heads),
-            Action("evaluation", (train.eval_every,), True, self.evaluate),
-            Action("record", (train.log_every, train.eval_every), True, self.record),
-            Action("length", (train.eval_every,), True, self.heed_evaluation),
-            Action("save", (train.save_every,), True, self.save),  # before the extras: none of them can cost it
-            Action("extras", (train.eval_every,), True, self.show_extras),
-        ]
-
-    def due_at(self, step: int) -> dict[str, Action]:
-        """The actions that follow step number `step`, counted from 1, by name."""
-        last_step = self.progress.planned_steps
-        return {action.name: action for action in self.actions if action.is_due(step, last_step)}
-
-    def measure_heads(self, update: Update, rate: float) -> None:
-        self.records.log(self.evaluator.measure_heads())
-
-    def evaluate(self, update: Update, rate: float) -> None:
-        self.evaluated = self.evaluator.evaluate(update.size_ratios)
-
-    def record(self, update: Update, rate: float) -> None:
-        self.records.log(self.training_figures(update, rate) | self.evaluated)
-        self.evaluated = {}
-
-    def heed_evaluation(self, update: Update, rate: float) -> None:
-        """Shorten the run where its last evaluation asks for it."""
-        if self.plan.is_for_text:
-            self.decay_if_worse()
-        self.heed_patience()
-
-    def save(self, update: Update, rate: float) -> None:
-        self.checkpoints.save()
-
-    def show_extras(self, update: Update, rate: float) -> None:
-        self.evaluator.draw_attention()
-        self.evaluator.show_sample()
-        if self.stopping.budget:
-            self.stopping.budget.note_evaluation()
-
-    def read_figures(self, wait: bool) -> bool:
-        """Read loss, gradient norm and flags of completed steps. Returns False if a step was not finite.
-
-        Without `wait`, the newest step on a GPU is left unread: the host then queues one step while the GPU computes
-        another. An fp16 step that only overflowed its loss scale is not a failure: the scale was halved and training goes on.
-        """
-        leave_newest = host_copy.runs_ahead(self.step.device) and not wait
-        while len(self.unread) > int(leave_newest):
-            number, numbers = self.unread.pop(0)
-            loss, norm, finite, *stop_flags = numbers.read()
-            self.figures = {"step": number, "loss": loss, "norm": norm}
-            self.stopping.agree(stop_flags)
-            if finite:
-                self.unjudged.append((number, loss, norm))
-            elif not self.step.scale.may_back_off():
-                return False
-            else:
-                self.records.console.say(f"step {number}: fp16 overflowed: no update, and the loss scale is halved")
-        return True
-
-    def tell_health(self) -> None:
-        """Hand the health checks the steps that were read since the last call: before each evaluation and each save."""
-        is_comparable = self.step.objective is None or self.step.objective.is_loss_comparable
-        for step in self.unjudged if is_comparable else ():
-            self.evaluator.health.note_step(*step)
-        self.unjudged.clear()
-
-    def change_length(self, steps: int) -> None:
-        """Plan the run for `steps` steps. Every rank must call this after the same step and with the same number."""
-        self.progress.planned_steps = steps
-        self.settle_intervals(steps)
-
-    def settle_intervals(self, steps: int) -> None:
-        """Compute the intervals that were left `auto` for this length, which may be an estimate."""
-        self.planned, self.records.console.steps = self.config_for(steps), steps
-        self.actions = self.planned_actions()
-        if self.step.ranks.is_rank_0:
-            write_config(self.checkpoints.folder, self.planned)
-
-    def heed_time(self, wanted: int) -> None:
-        """Fix the length at which train.max_minutes ends, or settle the intervals for rank 0's estimate of it."""
-        step, before, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
-        if not fixes_length(wanted, step, optimizer):
-            self.settle_intervals(wanted)
-            return
-        self.is_open, is_cosine = False, optimizer.schedule == "cosine"
-        self.change_length(max(wanted, step + 1) if is_cosine else relength(step, before, wanted, optimizer))
-        budget, speed = self.stopping.budget, self.throughput.tokens_per_second
-        assert budget is not None
-        remedy = "" if budget.is_limit else f"; train.max_minutes=null makes all {before}"
-        self.records.console.say(
-            f"length: {self.progress.planned_steps} steps, fixed now: at {speed:,.0f} tokens/s, these fit into "
-            f"train.max_minutes={budget.minutes:g}{remedy}"
-        )
-
-    def decay_if_worse(self) -> None:
-        """Begin the decay of the learning rate now if the validation loss rises before the decay was planned to begin."""
-        progress = self.progress
-        read_once = progress.tokens > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
-        if not read_once or is_best_so_far(vars(progress), NOTICED_RISE):
-            return
-        self.begin_decay("the validation loss has risen")
-
-    def heed_patience(self) -> None:
-        """After train.patience evaluations in a row without a new best: begin the decay of the rate, or end the run."""
-        progress, patience = self.progress, self.config.train.patience
-        if progress.compared_bpb is None:  # of a part of the held-out text
-            return
-        is_best = progress.best_bpb is None or progress.compared_bpb < progress.best_bpb
-        progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
-        if patience is None or progress.evaluations_since_best < patience:
-            return
-        progress.evaluations_since_best = 0
-        if not self.begin_decay(f"no new best in train.patience={patience} evaluations"):
-            self.stopping.end_without_new_best()
-
-    def begin_decay(self, why: str) -> bool:
-        """Let the learning rate fall from now on, unless it falls already. Returns whether the run is now shorter."""
-        step, before = self.progress.step, self.progress.planned_steps
-        steps = relength(step, before, 1, self.config.optimizer)
-        if steps < before:
-            self.is_open = False
-            self.change_length(steps)
-            self.records.console.say(
-                f"{why}: the learning rate falls from step {step} on, and the run ends at step {steps} instead of {before}"
-            )
-        return steps < before
-
-    def config_for(self, steps: int) -> RunConfig:
-        """The configuration with this length, and with intervals for it."""
-        budget = self.stopping.budget
-        return self.plan.of_length(steps, budget.evaluations(steps) if budget else None)
-
-    def requests(self) -> list[Tensor]:
-        """This rank's `StopRequests.flags`, with the length that rank 0 asks for by train.max_minutes."""
-        step, budget, wanted = self.progress.step, self.stopping.budget, 0
-        if budget and self.is_open and self.step.ranks.is_rank_0:
-            optimizer = self.config.optimizer
-            wanted = budget.wanted_steps(step, optimizer, lambda steps: self.config_for(steps).train.eval_every)
-        return self.stopping.flags(wanted)
-
-    def note_time(self, step_seconds: float, rate: float) -> None:
-        """Count the time of the last step, and show the step."""
-        self.progress.seconds += step_seconds
-        self.throughput.add_step(step_seconds)
-        if self.stopping.budget:
-            self.stopping.budget.note_step()
-        seconds_left = (self.progress.planned_steps - self.progress.step) * self.throughput.seconds_per_step
-        tokens_per_second = self.throughput.tokens_per_second
-        if self.figures:  # on a GPU, the first step is not read yet
-            self.records.console.step(self.progress.step, self.figures["loss"], rate, tokens_per_second, seconds_left)
-
-    def training_figures(self, update: Update, rate: float) -> dict[str, float | None]:
-        """The record of the last step. Its speed is the mean since the last record."""
-        figures: dict[str, float | None] = {
-            "train/loss": self.figures["loss"],
-            "train/gradient_norm": finite_or_none(self.figures["norm"]),
-            "train/rate": rate,
-            "train/epoch": self.progress.tokens / self.step.loader.tokens_per_epoch,
-            **self.throughput.take_figures(),
-            **(self.step.objective.figures() if self.step.objective else {}),
-        }
-        if self.step.scale.active:
-            figures["train/loss_scale"] = float(self.step.scale.factor)
-        if update.heads is not None:
-            figures |= scalars(update.heads, "attention/step")
-        if self.config.attention.qk_clip is not None:
-            figures["attention/step/clipped_heads"] = self.step.take_clipped_heads()
-        return figures

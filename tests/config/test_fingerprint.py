@@ -9,7 +9,7 @@ import pytest
 
 from andrea.api.command_line import configure
 from andrea.config import RunConfig, recipe_fingerprint, recipe_values
-from andrea.config.fingerprint import NOT_LEARNED
+from andrea.config.keys import NOT_LEARNED
 
 
 @pytest.fixture(scope="module")

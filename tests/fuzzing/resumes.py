@@ -33,7 +33,7 @@ from andrea.training.health.health import make_health
 from andrea.training.optimizer import LossScale
 from andrea.training.planning.length import with_length_and_name
 from andrea.training.planning.plan import keys_left_auto
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.run_folder import folder_to_write
 from andrea.training.resume import (
     check_data,

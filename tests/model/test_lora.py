@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from head_options import ALL_OPTIONS, draw_what_starts_alike
+from planned_memory import plan_memory
 from torch import nn
 
 from andrea.config import group_config
@@ -28,7 +29,6 @@ from andrea.text.tokenizer import ByteTokenizer
 from andrea.training.loss.loss import training_loss_sum
 from andrea.training.optimizer import group_parameters
 from andrea.training.parallel.ranks import Parallel
-from andrea.training.planning.memory import plan_memory
 from andrea.training.step import sampled_weights
 
 V, T, RANK = 31, 13, 3

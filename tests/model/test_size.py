@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from head_options import ALL_OPTIONS
+from planned_memory import plan_memory
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +22,7 @@ from andrea.training.health.attention import probe
 from andrea.training.loss.loss import training_loss_sum
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.ranks import Parallel
-from andrea.training.planning.memory import Memory, plan_memory
+from andrea.training.planning.memory import Memory
 
 pytestmark = pytest.mark.untraced
 

@@ -10,7 +10,7 @@ from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.model.transfer import Factors, Transfer
-from andrea.training.loss.loss import loss_sum
+from andrea.training.loss.loss import loss_sum_from_hidden
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.ranks import Parallel
 
@@ -101,7 +101,7 @@ def a_few_steps(run: RunConfig, steps: int, seed: int = 0) -> tuple[GPT, list[fl
     tokens = torch.randint(N_VOCAB, (N_BATCH, N_TOKEN), generator=generator)
     targets = (3 * tokens + 1) % N_VOCAB  # something to learn: noise that is memorised would hide the sizes
     for _ in range(steps):
-        (loss_sum(model, tokens, targets) / targets.numel()).backward()
+        (loss_sum_from_hidden(model, model(tokens), targets) / targets.numel()).backward()
         optimizer.clip()
         optimizer.step(1.0, torch.tensor(True))
         optimizer.parallel.zero_gradients()

@@ -13,8 +13,8 @@ from conftest import run_script, tiny_words
 
 from andrea.checkpoint import checkpoints_of
 from andrea.runtime.files import StorageFailed
-from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.step import Batch, TrainingStep
+from andrea.training.trainer import RunCheckpoints
 
 PLACES = ["runs_dir=else where", "data_dir=cache"]
 

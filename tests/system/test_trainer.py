@@ -25,10 +25,10 @@ from andrea.runtime.device import Choice
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.program import typed_command
 from andrea.text.shards import DataLost
-from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.evaluation import Evaluator
 from andrea.training.records.run_folder import read_lines
 from andrea.training.step import Batch, TrainingStep
+from andrea.training.trainer import RunCheckpoints
 
 # Of the machine rather than of the run: these may differ between equal runs.
 TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes"}
@@ -368,7 +368,7 @@ def test_several_sources_are_scored_each(tiny_run, notes: Path, tmp_path: Path) 
     assert {"val/one/bpb", "val/two/bpb", "val/one/loss"} <= record.keys()
 
 
-@pytest.mark.parametrize("where", ["evaluation.Evaluator.draw_attention", "trainer.Endings.conclude"])
+@pytest.mark.parametrize("where", ["evaluation.Evaluator.draw_attention", "trainer.Trainer.conclude"])
 def test_a_run_that_is_killed_after_its_last_checkpoint_is_ended_by_the_next_command(
     where: str, tiny_run, tmp_path: Path, monkeypatch
 ) -> None:

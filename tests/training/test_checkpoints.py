@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from andrea.training.checkpoints import RunCheckpoints
 from andrea.training.optimizer import LossScale
 from andrea.training.parallel.ranks import Ranks
+from andrea.training.trainer import RunCheckpoints
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -13,7 +13,7 @@ from andrea.api.command_line import configure
 from andrea.config import RunConfig, digest, recipe_fingerprint
 from andrea.training.expected import curves
 from andrea.training.expected.curves import Curve, Expected, ExpectedCurves, Standing
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.run_folder import read_lines
 
 SHIPPED = sorted(curves.FOLDER.glob("*.json"))

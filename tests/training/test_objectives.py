@@ -28,9 +28,8 @@ from andrea.text.shards import TokenStream
 from andrea.text.tokenizer import ByteTokenizer
 from andrea.text.windows import IGNORED_TARGET
 from andrea.training.objectives.dpo import DPO
-from andrea.training.objectives.grpo import GRPO
+from andrea.training.objectives.grpo import GRPO, Prompts, windows_of_answers
 from andrea.training.objectives.objective import target_log_probabilities
-from andrea.training.objectives.prompts import Prompts, windows_of_answers
 from andrea.training.records.run_folder import read_lines
 
 TOKENIZER = for_chat(ByteTokenizer())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from andrea.config import RunConfig, recipe_fingerprint
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 
 FOLDER = Path(__file__).parent
 TEXTS = {

@@ -101,9 +101,5 @@ def finite_or_none(number: float) -> float | None:
 
 
 def measures_every_step(attention: AttentionConfig) -> bool:
-    """Whether every training step measures the heads.
-
-    The Triton kernel measures them without an extra pass. QK-clip needs each step's largest logits with any
-    implementation.
-    """
+    """Whether every training step measures the heads: Triton's kernel without an extra pass, and any other for QK-clip."""
     return attention.implementation == "triton" or attention.qk_clip is not None

@@ -1,8 +1,6 @@
 """Detects problems of a training run. Each step is noted; at each evaluation, all checks judge the measurements.
 
-A check is a function, or a class where it remembers earlier evaluations. docs/health.md explains each finding.
-
-L layers, H heads, V vocabulary.
+docs/health.md explains each finding. L layers, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -100,26 +98,6 @@ class StepHistory:
         """The median training loss of the last LATEST_STEPS steps, nats per token."""
         return statistics.median(list(self.losses)[-LATEST_STEPS:])
 
-    def begin_interval(self) -> None:
-        """Reset the counts of spikes and clipped steps, after an evaluation has judged them."""
-        self.interval = dict.fromkeys(self.interval, 0)
-        self.worst = {}
-
-    def state(self) -> dict[str, Any]:
-        """The state that checkpoints save. Its keys are part of the checkpoint format."""
-        return {
-            "losses": list(self.losses),
-            "norms": list(self.norms),
-            "interval": self.interval,
-            "worst": self.worst,
-            "learned": self.learned,
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.losses.extend(state["losses"])
-        self.norms.extend(state["norms"])
-        self.interval, self.worst, self.learned = state["interval"], state["worst"], state["learned"]
-
 
 # ------------------------------------------------------------------------------------- what is judged, and what is advised
 
@@ -128,8 +106,6 @@ EARLY_STEPS = 50  # after the warm-up: healthy small models have learned the tok
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measurements of one evaluation."""
-
     step: int
     tokens: int  # training tokens so far
     texts: Sequence[str]  # samples, without their prompts
@@ -175,8 +151,6 @@ COUNTED_PIECES = 16  # evenly spaced pieces of each source that are counted
 
 @dataclass(frozen=True)
 class DataSummary:
-    """Facts about the training data, known before training."""
-
     shares: dict[str, float]  # source -> its share of the tokens that training draws
     lengths: dict[str, int]  # source -> number of its training tokens
     unigram_nats: float  # unigram entropy: the loss of a model that knows only the token frequencies
@@ -205,10 +179,7 @@ class DataSummary:
         return {name: tokens * share / self.lengths[name] for name, share in self.shares.items()}
 
     def weighted_loss(self, val: dict[str, dict[str, float]]) -> float:
-        """The mean of the sources' validation losses (nats per token), weighted by their shares of the training tokens.
-
-        Only this mean can be compared with the training loss.
-        """
+        """The sources' mean validation loss (nats per token) by their shares of training: comparable with the training loss."""
         return sum(self.shares[name] * part["loss"] for name, part in val.items())
 
 
@@ -223,7 +194,6 @@ SPIKES = {
 
 
 def judge_steps(run: RunConfig, history: StepHistory, evidence: Evidence) -> Judgement:
-    """Spikes, clipping, and the size of the updates."""
     steps, findings = history.interval["steps"], {}
     clipped_share = history.interval["clipped"] / max(1, steps)
     figures = {
@@ -387,23 +357,110 @@ OVERFIT_NATS = 0.05  # rise of the validation loss per token above its lowest
 MANY_EPOCHS = 4.0  # read so often, text is worth nearly as much as new text (Muennighoff et al. 2023, arXiv 2305.16264)
 
 
+def line_end(losses: Sequence[float]) -> tuple[float, float]:
+    """The end of a straight line fitted to a series by least squares, and the standard error of this end value.
+
+    A falling training loss has a mean above its newest value. Compared with this mean, a validation loss would look too
+    low, as if held-out text had leaked into the training data.
+    """
+    time = np.arange(1 - len(losses), 1, dtype=np.float64)  # 0 is the newest
+    spread = ((time - time.mean()) ** 2).sum()
+    slope = ((time - time.mean()) * losses).sum() / spread
+    value = np.mean(losses) - slope * time.mean()
+    residual = np.asarray(losses) - value - slope * time
+    variance = (residual**2).sum() / (len(losses) - 2)
+    return float(value), float(np.sqrt(variance * (1 / len(losses) + time.mean() ** 2 / spread)))
+
+
+# ----------------------------------------------------------------------------------------------------- the whole run
+
+
 @final
-class DataCheck:
-    """Finds sources read too often, forgotten sources, leaked held-out text and overfitting."""
+class Health:
+    """The health of one run. A checkpoint keeps `state()`, so a resumed run is judged like an uninterrupted one."""
 
     def __init__(
-        self, run: RunConfig, history: StepHistory, data: DataSummary, n_vocab: int, planned_epochs: float
+        self,
+        run: RunConfig,
+        n_vocab: int,
+        data: DataSummary,
+        reference: ReferenceText | None,
+        planned_epochs: float = 0.0,
     ) -> None:
-        self.run, self.history = run, history
-        self.data, self.n_vocab, self.most_epochs = data, n_vocab, max(MANY_EPOCHS, planned_epochs)
+        """reference: figures of held-out text; None without samples. planned_epochs: that the program itself has planned."""
+        self.run, self.n_vocab, self.data, self.reference = run, n_vocab, data, reference
+        self.most_epochs = max(MANY_EPOCHS, planned_epochs)
+        self.history = StepHistory(run, data.unigram_nats)
         self.val: dict[str, dict[str, float]] = {}  # `Evidence.val` of the last evaluation
         self.best: dict[str, float] | None = None  # the lowest validation loss, and the training loss at that step
+        self.active: dict[str, int] = {}  # findings of the last evaluation -> the step at which each began
 
-    def judge(self, evidence: Evidence) -> Judgement:
+    def note_step(self, step: int, loss: float, norm: float) -> None:
+        """Note a step's training loss (nats per token) and gradient norm before clipping, both finite."""
+        self.history.note(step, loss, norm)
+
+    def needs_more_samples(self, texts: Sequence[str], step: int) -> bool:
+        """Whether more samples must confirm a failure: even a healthy small model writes a loop in one sample of five."""
+        return bool(self.judge_text(texts, step).findings)
+
+    def judge_text(self, texts: Sequence[str], step: int) -> Judgement:
+        """The judgement without remedies. No findings before the model has learned more than token frequencies."""
+        if self.reference is None:
+            return Judgement({}, {})
+        judgement = judge_texts(texts, self.reference)
+        if is_early(self.run, step) and not self.history.learned:
+            return judgement._replace(findings={})
+        return judgement
+
+    def judge(self, evidence: Evidence) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
+        """Returns figures to record, findings that begin (name -> message), findings that end (name -> first step)."""
+        run, history = self.run, self.history
+        text = self.judge_text(evidence.texts, evidence.step)
+        again = f"start again from the best checkpoint ({remedy_settings(f'init_from={run.name}')})"
+        steps = judge_steps(run, history, evidence)
+        heads, data = judge_heads(run, evidence), self.judge_data(evidence)
+        figures = text.figures | steps.figures | heads.figures | data.figures
+        findings = {
+            **advising(text.findings, f"{again}, and {optimizer_remedy(run.optimizer)}"),
+            **steps.findings,
+            **judge_loss(run, history, self.data, self.n_vocab, evidence),
+            **heads.findings,
+            **data.findings,
+            **judge_standing(run, evidence.standing),
+        }
+        history.interval, history.worst = dict.fromkeys(history.interval, 0), {}
+        begun = {name: message for name, message in findings.items() if name not in self.active}
+        ended = {name: step for name, step in self.active.items() if name not in findings}
+        self.active = {name: self.active.get(name, evidence.step) for name in findings}
+        return figures | {f"health/findings/{name}": int(name in findings) for name in FINDINGS}, begun, ended
+
+    def failed(self) -> list[str]:
+        """The findings of the last evaluation that count as a failure."""
+        return [name for name in self.active if FINDINGS[name]]
+
+    def state(self) -> dict[str, Any]:
+        """The state that checkpoints save. Its keys are part of the checkpoint format."""
+        history = {name: getattr(self.history, name) for name in ("interval", "worst", "learned")}
+        series = {"losses": list(self.history.losses), "norms": list(self.history.norms)}
+        return history | series | {"val": self.val, "best": self.best, "active": self.active}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name in ("interval", "worst", "learned"):
+            setattr(self.history, name, state[name])
+        self.history.losses.extend(state["losses"])
+        self.history.norms.extend(state["norms"])
+        self.val, self.best = state["val"], state["best"]
+        # A file may hold others.
+        self.active = {name: step for name, step in state["active"].items() if name in FINDINGS}
+
+    # ------------------------------------------------------------------------------------------ the use of the data
+
+    def judge_data(self, evidence: Evidence) -> Judgement:
+        """Finds sources read too often, forgotten sources, leaked held-out text and overfitting."""
         epochs = self.data.epochs(evidence.tokens)
         source = max(epochs, key=lambda name: epochs[name])
         figures = {"health/epochs": epochs[source]}
-        findings = self.epochs(source, epochs[source], evidence.step) | self.rising_source(evidence)
+        findings = self.many_epochs(source, epochs[source], evidence.step) | self.rising_source(evidence)
         val = self.data.weighted_loss(evidence.val)
         if self.history.losses:
             findings |= self.overfitting(evidence, val, epochs[source])
@@ -418,7 +475,7 @@ class DataCheck:
         self.val = evidence.val
         return Judgement(figures, findings)
 
-    def epochs(self, source: str, epochs: float, step: int) -> dict[str, str]:
+    def many_epochs(self, source: str, epochs: float, step: int) -> dict[str, str]:
         limit, share = self.most_epochs, self.data.shares[source]
         if epochs <= limit:
             return {}
@@ -489,109 +546,6 @@ class DataCheck:
             f"epochs; the best evaluation is the result of the run (checkpoints/best). To end near the best "
             f"evaluation, add text, or {shorter}{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
         }
-
-    def state(self) -> dict[str, Any]:
-        """The state that checkpoints save. Its keys are part of the checkpoint format."""
-        return {"val": self.val, "best": self.best}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.val, self.best = state["val"], state["best"]
-
-
-def line_end(losses: Sequence[float]) -> tuple[float, float]:
-    """The end of a straight line fitted to a series by least squares, and the standard error of this end value.
-
-    A falling training loss has a mean above its newest value. Compared with this mean, a validation loss would look too
-    low, as if held-out text had leaked into the training data.
-    """
-    time = np.arange(1 - len(losses), 1, dtype=np.float64)  # 0 is the newest
-    spread = ((time - time.mean()) ** 2).sum()
-    slope = ((time - time.mean()) * losses).sum() / spread
-    value = np.mean(losses) - slope * time.mean()
-    residual = np.asarray(losses) - value - slope * time
-    variance = (residual**2).sum() / (len(losses) - 2)
-    return float(value), float(np.sqrt(variance * (1 / len(losses) + time.mean() ** 2 / spread)))
-
-
-# ----------------------------------------------------------------------------------------------------- the whole run
-
-
-@final
-class Health:
-    """The health of one run. A checkpoint keeps `state()`, so a resumed run is judged like an uninterrupted one."""
-
-    def __init__(
-        self,
-        run: RunConfig,
-        n_vocab: int,
-        data: DataSummary,
-        reference: ReferenceText | None,
-        planned_epochs: float = 0.0,
-    ) -> None:
-        """reference: figures of held-out text, or None if the run writes no samples.
-
-        planned_epochs: the epochs that the program itself has planned. To read the text so often is no finding.
-        """
-        self.run, self.n_vocab, self.data, self.reference = run, n_vocab, data, reference
-        self.history = StepHistory(run, data.unigram_nats)
-        self.data_check = DataCheck(run, self.history, data, n_vocab, planned_epochs)
-        self.active: dict[str, int] = {}  # findings of the last evaluation -> the step at which each began
-
-    def note_step(self, step: int, loss: float, norm: float) -> None:
-        """Note a step's training loss (nats per token) and gradient norm before clipping, both finite."""
-        self.history.note(step, loss, norm)
-
-    def needs_more_samples(self, texts: Sequence[str], step: int) -> bool:
-        """Whether these samples suggest a failure, which more samples must confirm.
-
-        Even a healthy small model writes a loop in one sample of five.
-        """
-        return bool(self.judge_text(texts, step).findings)
-
-    def judge_text(self, texts: Sequence[str], step: int) -> Judgement:
-        """The judgement without remedies. No findings before the model has learned more than token frequencies."""
-        if self.reference is None:
-            return Judgement({}, {})
-        judgement = judge_texts(texts, self.reference)
-        if is_early(self.run, step) and not self.history.learned:
-            return judgement._replace(findings={})
-        return judgement
-
-    def judge(self, evidence: Evidence) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
-        """Returns figures to record, findings that begin (name -> message), findings that end (name -> first step)."""
-        run, history = self.run, self.history
-        text = self.judge_text(evidence.texts, evidence.step)
-        again = f"start again from the best checkpoint ({remedy_settings(f'init_from={run.name}')})"
-        steps = judge_steps(run, history, evidence)
-        heads, data = judge_heads(run, evidence), self.data_check.judge(evidence)
-        figures = text.figures | steps.figures | heads.figures | data.figures
-        findings = {
-            **advising(text.findings, f"{again}, and {optimizer_remedy(run.optimizer)}"),
-            **steps.findings,
-            **judge_loss(run, history, self.data, self.n_vocab, evidence),
-            **heads.findings,
-            **data.findings,
-            **judge_standing(run, evidence.standing),
-        }
-        history.begin_interval()
-        begun = {name: message for name, message in findings.items() if name not in self.active}
-        ended = {name: step for name, step in self.active.items() if name not in findings}
-        self.active = {name: self.active.get(name, evidence.step) for name in findings}
-        return figures | {f"health/findings/{name}": int(name in findings) for name in FINDINGS}, begun, ended
-
-    def failed(self) -> list[str]:
-        """The findings of the last evaluation that count as a failure."""
-        return [name for name in self.active if FINDINGS[name]]
-
-    def state(self) -> dict[str, Any]:
-        """The state that checkpoints save. Its keys are part of the checkpoint format."""
-        return self.history.state() | self.data_check.state() | {"active": self.active}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.history.load_state(state)
-        self.data_check.load_state(state)
-        # A file may hold others.
-        self.active = {name: step for name, step in state["active"].items() if name in FINDINGS}
 
 
 def make_health(

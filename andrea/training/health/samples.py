@@ -31,8 +31,6 @@ TABLE_REPETITION = 0.9
 
 @dataclass(frozen=True)
 class Loop:
-    """The repeated part of a text."""
-
     share: float  # of the text's pieces, in 0..1
     unit: tuple[str, ...]  # the P pieces that are repeated
 
@@ -48,7 +46,6 @@ class Loop:
 
     @property
     def finding(self) -> str:
-        """The name of the health finding."""
         if not any(map(is_word, self.unit)):
             return "repeated_punctuation"
         return "repeated_word" if len(self.unit) == 1 else "repeated_phrase"
@@ -68,10 +65,7 @@ def is_value(piece: str) -> bool:
 
 
 def split_pieces(text: str) -> list[str]:
-    """The words of a text in lower case, its numbers, and its runs of punctuation marks.
-
-    A run is reduced to its distinct marks, sorted.
-    """
+    """The words of a text in lower case, its numbers, and its runs of punctuation marks, each reduced to its sorted marks."""
     pieces: list[str] = []
     for piece in PIECE.findall(text):
         if len(piece) > LONGEST_PIECE_CHARACTERS:
@@ -166,8 +160,6 @@ def distinct(pieces: Sequence[str], n: int) -> float:
 
 @dataclass(frozen=True)
 class ReferenceText:
-    """Figures of windows of held-out text."""
-
     windows: tuple[TextFigures, ...]
     tokenizer: Tokenizer
 
@@ -196,10 +188,7 @@ class ReferenceText:
         return float(np.mean([each.loop.covers(repetition) for each in self.windows]))
 
     def relative_variety(self, text: TextFigures, name: str) -> float:
-        """The figure `name` of `text` divided by `lowest(name)`; for `compression` the inverse of this ratio.
-
-        A result below 1 means that the text is less varied than real text.
-        """
+        """The figure `name` of `text` / `lowest(name)`, inverse for `compression`; below 1: less varied than real text."""
         ratio = getattr(text, name) / self.lowest(name)
         return 1 / ratio if name == "compression" else ratio
 

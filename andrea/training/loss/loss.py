@@ -98,8 +98,8 @@ def cross_entropy_in_chunks(
     n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
     n_vocab = len(weight)
     rows, weight = rows.to(dtype), weight.to(dtype)
-    if in_kernel:
-        weight = with_zero_rows(weight, rounded_up(n_vocab, VOCABULARY_MULTIPLE))
+    if in_kernel and n_vocab % VOCABULARY_MULTIPLE:  # rows of zeros: the kernel writes gradients of 0 for them
+        weight = functional.pad(weight, (0, 0, 0, -n_vocab % VOCABULARY_MULTIPLE))
     n_row = rows_in_chunk(len(rows), len(weight), n_logit, ROW_MULTIPLE if in_kernel else 1)
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, chunk_targets in zip(rows.split(n_row), targets.split(n_row), strict=True):
@@ -124,22 +124,10 @@ def uses_kernel(rows: Tensor) -> bool:
     return runs_on(rows.device)
 
 
-def rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def with_zero_rows(weight: Tensor, n_row: int) -> Tensor:
-    """weight (V, d) with zeros up to n_row rows. Their logits are 0, and so are the gradients that the kernel writes."""
-    return weight if n_row == len(weight) else functional.pad(weight, (0, 0, 0, n_row - len(weight)))
-
-
 def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int, multiple: int = 1) -> int:
-    """Rows in a chunk of at most about n_logit logits, a multiple of `multiple` if there are several chunks.
-
-    Chunks have equal sizes, because a small last chunk would take as long as a full one.
-    """
-    n_chunk = -(-n_row * n_vocab // n_logit)
-    return min(n_row, rounded_up(-(-n_row // max(1, min(n_chunk, n_row))), multiple))
+    """Rows in each chunk of about n_logit logits at most, a multiple of `multiple`: a small last one would take as long."""
+    n_chunk = max(1, min(-(-n_row * n_vocab // n_logit), n_row))
+    return min(n_row, -(-n_row // n_chunk // multiple) * multiple)
 
 
 def torch_loss_of_chunk(
@@ -147,7 +135,8 @@ def torch_loss_of_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision, in plain torch."""
     assert logits.shape[1] == n_vocab, "only the kernel takes columns that are no tokens"
-    z = logits.float() if cap is None else softcap_by_sigmoid(logits, cap)
+    # `andrea.model.gpt.softcap`, by tanh(x) = 2 sigmoid(2x) - 1: on a CPU, torch compiles a faster sigmoid than tanh.
+    z = logits.float() if cap is None else cap * (2 * torch.sigmoid(logits.float() * (2 / cap)) - 1)
     has_target = targets != IGNORED_TARGET
     log_sum_exp = z.logsumexp(1)
     target_logit = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
@@ -159,11 +148,6 @@ def torch_loss_of_chunk(
     if cap is not None:
         d_z = d_z * (1 - (z / cap).square())  # the derivative of cap · tanh(x / cap)
     return nats, torch.where(has_target[:, None], d_z, 0.0).to(logits.dtype)
-
-
-def softcap_by_sigmoid(logits: Tensor, cap: float) -> Tensor:
-    """`andrea.model.gpt.softcap`, by tanh(x) = 2 sigmoid(2x) - 1: on a CPU, torch compiles a faster sigmoid than tanh."""
-    return cap * (2 * torch.sigmoid(logits.float() * (2 / cap)) - 1)
 
 
 def triton_loss_of_chunk(
@@ -244,8 +228,6 @@ SHARE = 0.5  # of the teachers' probabilities in each target; the rest is the to
 
 @dataclass(frozen=True)
 class Teachers:
-    """The trained models of train.teachers."""
-
     models: Sequence[GPT]
 
     @torch.no_grad()
@@ -283,11 +265,9 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
             ) from fault
         theirs = checkpoint.tokenizer()
         if theirs.identity != tokenizer.identity:
-            advice = (
-                "name a teacher that was tuned on conversations"
-                if tokenizer.special
-                else f"tokenizer.path={path} takes the teacher's"
-            )
+            advice = f"tokenizer.path={path} takes the teacher's"
+            if tokenizer.special:
+                advice = "name a teacher that was tuned on conversations"
             raise UserError(
                 f"train.teachers: {path} was trained with the tokenizer {theirs.identity}, but this run uses "
                 f"{tokenizer.identity}; {advice}"
@@ -303,14 +283,6 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
 
 
 # -------------------------------------------------------------------------------------------- the loss of a micro-batch
-
-
-def loss_sum(model: GPT, tokens: Tensor, targets: Tensor, recompute: bool = False) -> Tensor:
-    """Sum over all targets of -ln p(target), in nats, fp32 scalar; tokens and targets (B, T) int64.
-
-    recompute: activation checkpointing.
-    """
-    return loss_sum_from_hidden(model, model(tokens, recompute=recompute), targets)
 
 
 def loss_sum_from_hidden(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -348,10 +320,7 @@ class MicroBatchLoss(nn.Module):
         teachers: Teachers | None = None,
         objective: Objective | None = None,
     ) -> None:
-        """observing: measure the heads' statistics. recompute: activation checkpointing. teachers: for distillation.
-
-        objective: None: the next token.
-        """
+        """observing: measure the heads' statistics. recompute: activation checkpointing. objective: None: the next token."""
         super().__init__()
         self.model = model
         self.teachers, self.objective = teachers, objective

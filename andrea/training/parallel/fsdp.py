@@ -1,7 +1,4 @@
-"""Fully sharded data parallelism: parameters sharded over ranks with torch's FSDP2 (`fully_shard`).
-
-n matrices of one shape, R rows and C columns each; S ranks.
-"""
+"""FSDP2, torch's `fully_shard`: parameters sharded over S ranks. n matrices of one shape, R rows and C columns each."""
 
 from __future__ import annotations
 
@@ -110,11 +107,7 @@ class FullySharded(Parallel):
     def apply_to_full_matrices(
         self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Apply `function` to whole matrices, of which each rank computes a share.
-
-        Each rank gathers all rows of its share of the matrices, applies `function`, and sends every other rank its
-        rows of the results.
-        """
+        """Each rank gathers its share of whole matrices, applies `function`, and sends the others their rows of the results."""
         (n, rows_here, columns), size = local_matrices.shape, self.ranks.size
         share, most = -(-n // size), -(-n_row // size)  # matrices per rank; rows per shard
         padded = local_matrices.new_zeros(size, share, most, columns)

@@ -1,9 +1,6 @@
 """The ranks of a run: the processes that share it, how they share the model and the work of a step, and how they find each other.
 
-A rank is one process of the run; most runs have one. `Ranks` has the collectives that the training code needs. `Parallel` is how
-the ranks share the model: `Parallel` itself is one process, `DataParallel` (below) keeps the whole model on each rank, and
-`FullySharded` (fsdp.py) keeps a shard of each parameter on each rank. `join_ranks` enters torch.distributed's process group, also
-after torchrun has restarted the ranks, and a `Watchdog` ends a run in which one of them is stuck.
+A rank is one process of the run; most runs have one.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,20 +37,10 @@ from andrea.runtime.torchrun import ErrorOfRank0, RankLost
 from andrea.training.loss.loss import MicroBatchLoss
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
-# The processes of one run, and the collectives that the training code needs.
-#
 # Rank 0 chooses names, prints, logs and writes the files that exist once. Figures are reduced over ranks: sums, minima and
 # maxima are the same on every rank afterwards.
 
 Result = TypeVar("Result")
-
-
-class LocalRows(NamedTuple):
-    """The rows of a batch that one rank works on."""
-
-    first: int
-    count: int  # may be 0 if there are fewer rows than ranks
-    most_on_a_rank: int
 
 
 @dataclass(frozen=True)
@@ -75,10 +62,7 @@ class Ranks:
         return self.rank == 0
 
     def from_rank_0(self, work: Callable[[], Result]) -> Result:
-        """Do `work` on rank 0 alone and return its result on every rank. All ranks must call this.
-
-        Raises, on every rank, the UserError that `work` raised on rank 0.
-        """
+        """The result of `work`, done on rank 0 alone, or its UserError, on every rank. All ranks must call this."""
         if self.size == 1:
             return work()
         message: list[Any] = [None, None]  # result, text of the error
@@ -106,11 +90,9 @@ class Ranks:
         return self.reduce(numbers, dist.ReduceOp.SUM)
 
     def maximum(self, numbers: Tensor) -> Tensor:
-        """The maximum over all ranks, element by element."""
         return self.reduce(numbers, dist.ReduceOp.MAX)
 
     def minimum(self, numbers: Tensor) -> Tensor:
-        """The minimum over all ranks, element by element."""
         return self.reduce(numbers, dist.ReduceOp.MIN)
 
     def reduce(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -130,19 +112,16 @@ class Ranks:
             largest_logit=self.maximum(measured.largest_logit)
         )
 
-    def local_rows(self, count: int) -> LocalRows:
-        """This rank's part of `count` rows. Parts are consecutive, and their sizes differ by at most one row."""
+    def local_rows(self, count: int) -> tuple[int, int, int]:
+        """This rank's part of `count` rows: the first one, their number, and the largest number on any rank.
+
+        Parts are consecutive, and their sizes differ by at most one row. There may be fewer rows than ranks.
+        """
         each, left = divmod(count, self.size)
-        return LocalRows(
-            first=self.rank * each + min(self.rank, left),
-            count=each + (self.rank < left),
-            most_on_a_rank=each + (left > 0),
-        )
+        return self.rank * each + min(self.rank, left), each + (self.rank < left), each + (left > 0)
 
 
 # ---------------------------------------------------------------------------------------------------- sharing the model
-# How the ranks of a run share the model and the work of a training step.
-#
 # Every rank computes gradients from its own rows of the step's batch. All subclasses of `Parallel` compute the same update.
 # The optimizer works on plain tensors, `local_parameters`, whose gradients are already summed over ranks.
 #
@@ -165,10 +144,7 @@ class Parallel:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
-        """The module that training calls instead of `loss`.
-
-        compile_mode: "on" (one graph), "blocks" or "off"; torch compiles at the first call.
-        """
+        """The module that training calls instead of `loss`. compile_mode: "on" (one graph), "blocks" or "off"."""
         return compile_loss(loss, compile_mode)
 
     def uncompile(self, loss: MicroBatchLoss) -> None:
@@ -247,13 +223,14 @@ def reuses_training_graph(compile_: str, device: torch.device) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------------ ddp
-# Data parallelism: the whole model on every rank (DDP; Li et al. 2020, arXiv 2006.15704).
-
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 class DataParallel(Parallel):
-    """The whole model on every rank. Gradients are summed over ranks while the backward pass still runs."""
+    """The whole model on every rank (DDP; Li et al. 2020, arXiv 2006.15704).
+
+    Gradients are summed over ranks while the backward pass still runs.
+    """
 
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
         compiled_loss = compile_loss(loss, compile_mode)
@@ -282,8 +259,6 @@ class DataParallel(Parallel):
 
 
 # -------------------------------------------------------------------------------------------------------- process group
-# Joins and leaves torch.distributed's process group.
-
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")  # set by torchrun, or by another launcher
 RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
@@ -315,7 +290,7 @@ def join_ranks(watchdog_minutes: float) -> Iterator[tuple[Ranks, Watchdog]]:
         dist.init_process_group(
             store=group_store, rank=ranks.rank, world_size=ranks.size, timeout=COLLECTIVE_TIMEOUT, **how
         )
-    watchdog = StoreWatchdog(ranks.rank, ranks.size, status_store, watchdog_minutes)
+    watchdog = Watchdog(ranks.rank, ranks.size, status_store, watchdog_minutes)
     sys.excepthook = print_traceback_and_exit
     with raising_rank_lost():
         yield ranks, watchdog
@@ -426,35 +401,30 @@ def raising_rank_lost() -> Iterator[None]:
 
 
 class Watchdog:
-    """The trainer reports its progress here. This base class, for a single process, does nothing."""
+    """The trainer reports its progress here. With a store, this rank and the next one are watched.
 
-    def at(self, step: int, doing: str) -> None:
-        """Report that the main thread begins `doing`. The time until the next call of `at` or `rest` is limited."""
+    status_store: outlives the ranks, and holds no status of earlier starts; None for a single process.
+    """
 
-    def rest(self, step: int, doing: str) -> None:
-        """Like `at`, but without a time limit until the next call."""
-
-    def finish(self) -> None:
-        """Stop watching."""
-
-
-class StoreWatchdog(Watchdog):
-    """Watches this rank and the next one. status_store: outlives the ranks, and holds no status of earlier starts."""
-
-    def __init__(self, rank: int, size: int, status_store: dist.Store, minutes: float) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, status_store: dist.Store | None = None, minutes: float = 0
+    ) -> None:
         self.rank, self.size, self.status_store, self.limit_s = rank, size, status_store, 60 * minutes
-        self.status_store.set_timeout(datetime.timedelta(seconds=max(10, self.limit_s / 4)))
         self.interval_s = min(2.0, self.limit_s / 8)
         self.moves, self.step, self.doing = 0, 0, "starting"
         self.moved_at: float | None = None  # time.monotonic(); None: no limit
         self.finished = threading.Event()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        self.thread.start()
+        if status_store is not None:
+            status_store.set_timeout(datetime.timedelta(seconds=max(10, self.limit_s / 4)))
+            self.thread = threading.Thread(target=self.watch, daemon=True)
+            self.thread.start()
 
     def at(self, step: int, doing: str) -> None:
+        """Report that the main thread begins `doing`. The time until the next call of `at` or `rest` is limited."""
         self.moves, self.step, self.doing, self.moved_at = self.moves + 1, step, doing, time.monotonic()
 
     def rest(self, step: int, doing: str) -> None:
+        """Like `at`, but without a time limit until the next call."""
         self.moves, self.step, self.doing, self.moved_at = self.moves + 1, step, doing, None
 
     def finish(self) -> None:
@@ -514,18 +484,16 @@ class StoreWatchdog(Watchdog):
             return
         hint = "raise parallel.watchdog_minutes if the step is only slow"
         message = f"error: {diagnosis} (no progress for {self.limit_s:.0f} s); {hint}"
-        self.leave(message if self.is_first_to_print() else diagnosis)
+        try:
+            is_first = self.status_store.add("printed", 1) == 1
+        except dist.DistError:
+            is_first = True
+        self.leave(message if is_first else diagnosis)
 
     def leave(self, message: str) -> None:
         if message.startswith("error: "):
             print(message, file=sys.stderr, flush=True)
         os._exit(torchrun.RANK_LOST)
-
-    def is_first_to_print(self) -> bool:
-        try:
-            return self.status_store.add("printed", 1) == 1
-        except dist.DistError:
-            return True
 
 
 def last_seen(status: dict[str, Any] | None) -> str:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andrea.checkpoint import Checkpoint, Damaged, best_of, checkpoints_of, consolidate, write_checkpoint
+from andrea.checkpoint.find import mark_and_prune
 from andrea.checkpoint.folder import SHARDS, Files, flushed_files, make_staging_folder, publish
-from andrea.checkpoint.keep import mark_and_prune
 from andrea.checkpoint.tensors import TensorReader, write_shard
 from andrea.runtime.files import RESUME, StorageFailed, storing
 from andrea.runtime.host_copy import empty_pinned
@@ -96,8 +96,8 @@ class ShardedSaver(Saver):
         for name, tensor in tensors.items():
             self.copies[name].copy_(tensor.detach())
         state_now = copy.deepcopy(state)  # the run changes the objects in `state` while the thread writes
-        work = self.recording_failure(lambda: self.write(state_now))
-        self.thread = threading.Thread(target=work, daemon=True)
+        card = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.thread = threading.Thread(target=self.write_behind, args=(state_now, card), daemon=True)
         self.thread.start()
 
     def tensors_of_this_rank(self) -> dict[str, Tensor]:
@@ -144,22 +144,17 @@ class ShardedSaver(Saver):
 
     # ---------------------------------------------------------------------------------------------- in the thread
 
-    def recording_failure(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Make `work` run with low priority and keep its exception in `failure`, for the main thread to raise."""
-        card = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-        def recorded() -> None:
-            try:
-                if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
-                if card is not None:
-                    torch.cuda.set_device(card)  # a new thread starts with GPU 0
-                with raising_rank_lost():
-                    work()
-            except BaseException as failure:
-                self.failure = failure
-
-        return recorded
+    def write_behind(self, state: dict[str, Any], card: int | None) -> None:
+        """Write with low priority, and keep an exception in `failure`, for the main thread to raise. card: this rank's GPU."""
+        try:
+            if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+            if card is not None:
+                torch.cuda.set_device(card)  # a new thread starts with GPU 0
+            with raising_rank_lost():
+                self.write(state)
+        except BaseException as failure:
+            self.failure = failure
 
     def write(self, state: dict[str, Any]) -> None:
         """Every rank writes its files; then rank 0 adds the other files and renames the folder to its final name."""
@@ -179,7 +174,6 @@ class ShardedSaver(Saver):
             )
 
     def complete(self, staging: Path, state: dict[str, Any], files: Files) -> None:
-        """Turn the folder with the files of all ranks into a checkpoint."""
         for name in files:
             if not (staging / name).exists():
                 raise StorageFailed(
@@ -207,9 +201,3 @@ class ShardedSaver(Saver):
     def on_rank_0(self, work: Callable[[], Result]) -> Result:
         """The result of `work` on rank 0. If `work` fails, all ranks raise StorageFailed."""
         return self.on_every_rank(work if self.parallel.ranks.is_rank_0 else lambda: None)[0]
-
-
-def make_saver(folder: Path, optimizer: Optimizer, tokenizer: Tokenizer, keep: int) -> Saver:
-    if optimizer.parallel.is_sharded:
-        return ShardedSaver(folder, optimizer, tokenizer, keep)
-    return Saver(folder, optimizer, tokenizer, keep)

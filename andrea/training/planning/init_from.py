@@ -1,8 +1,4 @@
-"""A new run from the weights of another: its model and its tokenizer come with the weights.
-
-Settings on the command line take precedence. If they do not fit the weights, the run is refused before any text is
-read.
-"""
+"""A new run from the weights of another: its model and its tokenizer come with the weights, unless others are typed."""
 
 from __future__ import annotations
 
@@ -74,10 +70,7 @@ def source_of_weights(config: RunConfig, tokenizer: Tokenizer) -> Checkpoint:
     source = read_checkpoint(Path(config.init_from))
     theirs = source.tokenizer()
     if tokenizer.identity not in (theirs.identity, for_chat(theirs).identity):  # a vocabulary that was trained just now
-        raise UserError(
-            f"init_from={config.init_from} was trained with the tokenizer {theirs.identity}, but this run uses "
-            f"{tokenizer.identity}; leave tokenizer out to use the tokenizer of init_from"
-        )
+        raise wrong_tokenizer(config, theirs, tokenizer.identity)
     source.open_results()  # raises Damaged before the run begins
     return source
 
@@ -106,10 +99,14 @@ def check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
         fits = ours.kind == tokenizer.kind and (size is None or size >= tokenizer.n_vocab)
         what = f"tokenizer={ours.kind}" + (f" tokenizer.vocab_size={size}" if size else "")
     if not fits:
-        raise UserError(
-            f"init_from={config.init_from} was trained with the tokenizer {tokenizer.identity}, but this run uses {what}; leave "
-            f"tokenizer out to use the tokenizer of init_from"
-        )
+        raise wrong_tokenizer(config, tokenizer, what)
+
+
+def wrong_tokenizer(config: RunConfig, of_weights: Tokenizer, ours: str) -> UserError:
+    return UserError(
+        f"init_from={config.init_from} was trained with the tokenizer {of_weights.identity}, but this run uses {ours}; leave "
+        f"tokenizer out to use the tokenizer of init_from"
+    )
 
 
 def check_model(config: RunConfig, source: Checkpoint) -> None:

@@ -18,17 +18,14 @@ from andrea.text.corpus import Corpus
 from andrea.text.load_tokenizer import configured_tokenizer
 from andrea.training.health.health import MANY_EPOCHS
 from andrea.training.optimizer import decay_start, may_change, shortest_length
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.console import format_number
 
 GPT2_VOCABULARY = 50257  # tokens of tiktoken's gpt2, end-of-text included
 
 
 def planned_vocabulary(config: RunConfig) -> int:
-    """The vocabulary size of the tokenizer in `tokenizer.path`, or of the tokenizer that the run will make.
-
-    For `auto` it is that of a large text: the text is not read yet.
-    """
+    """The vocabulary size of the configured tokenizer; for `auto` that of a large text: the text is not read yet."""
     if config.tokenizer.path:
         return configured_tokenizer(config.tokenizer).n_vocab
     if config.tokenizer.kind == "bpe":
@@ -49,10 +46,8 @@ def with_length_and_name(config: RunConfig, resumed: bool = False) -> RunConfig:
     if not has_length and (train.tokens_per_parameter is not None or train.flops is not None):
         n_vocab = planned_vocabulary(config)
         if train.flops is not None:
-            key, tokens = (
-                f"flops={train.flops:g}",
-                train.flops / flops_per_token(config.model, config.attention, n_vocab),
-            )
+            key = f"flops={train.flops:g}"
+            tokens = train.flops / flops_per_token(config.model, config.attention, n_vocab)
         else:
             key = f"tokens_per_parameter={train.tokens_per_parameter:g}"
             tokens = train.tokens_per_parameter * parameters_without_bigrams(config.model, config.attention, n_vocab)
@@ -94,7 +89,6 @@ FEWEST_JUDGED_TOKENS = 2000  # held-out tokens in each of the two parts, of whic
 
 
 def epochs_of(steps: int, config: RunConfig, corpus: Corpus) -> float:
-    """How often `steps` steps read the training text."""
     return steps * config.tokens_per_step / tokens_per_epoch(corpus)
 
 
@@ -141,52 +135,34 @@ def is_judged_on_a_part(config: RunConfig, corpus: Corpus) -> bool:
 
 def small_text_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
     """What the terminal shows of choices for a small text. asked: the configuration with `auto` still in it."""
-    return [
-        *length_lines(asked, config, corpus),
-        *decay_lines(asked, config, corpus),
-        *part_lines(asked, config, corpus),
-    ]
-
-
-def length_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
-    """The lines on the run's length that are printed at its start. asked: the configuration with `auto` still in it."""
     epochs, n_token = epochs_of(config.steps, config, corpus), tokens_per_epoch(corpus)
-    recipe = config.model.recipe_steps
+    recipe, planned, lines = config.model.recipe_steps, steps_for_text(config, corpus), []
     if asked.train.steps == "auto" and is_small(config, corpus):
-        return [
+        lines.append(
             f"small text: {n_token:,} training tokens, which the {recipe} steps of {config.model.name} would read "
             f"{epochs_of(recipe, config, corpus):,.0f} times; planned {config.steps} steps, {epochs:.2f} epochs; the best "
             f"evaluation is the result (train.steps=N sets another length)"
-        ]
-    if epochs > MANY_EPOCHS and config.steps > (planned := steps_for_text(config, corpus)):
-        return [
+        )
+    elif epochs > MANY_EPOCHS and config.steps > planned:
+        lines.append(
             f"small text: {config.steps} steps read its {n_token:,} training tokens {epochs:,.0f} times, and the model may "
             f"memorise it; train.steps=auto would plan {planned} steps"
-        ]
-    return []
-
-
-def part_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
-    """Lines on what was left out for a small text. asked: the configuration with `auto` still in it."""
-    why, lines = f"because the text is read {epochs_of(config.steps, config, corpus):.1f} times", []
+        )
+    why, of_large = (
+        f"because the text is read {epochs:.1f} times",
+        "that of a large text, would let the model memorise it",
+    )
+    decay = asked.optimizer.decay
+    if asked.optimizer.weight_decay == "auto" and config.optimizer.decay > decay:
+        chosen = f"{config.optimizer.decay:g}, {why}"
+        lines.append(f"weight decay: {chosen} (optimizer.weight_decay={decay:g}, {of_large})")
     if asked.model.bigram_rows == "auto" and config.model.bigram_rows is None:
-        rows = f"model.bigram_rows={asked.model.n_bigram_row}"
-        lines.append(f"bigrams: no table, {why} ({rows}, that of a large text, would let the model memorise it)")
+        lines.append(f"bigrams: no table, {why} (model.bigram_rows={asked.model.n_bigram_row}, {of_large})")
     if asked.optimizer.muon_rows == "auto" and config.optimizer.muon_rows == "none":
         lines.append(
             f"rows of Muon's updates: as they are, {why} (optimizer.muon_rows={asked.optimizer.rows} learns less here)"
         )
     return lines
-
-
-def decay_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
-    """A line on the weight decay, if it was chosen for a small text. asked: the configuration with `auto` still in it."""
-    if asked.optimizer.weight_decay != "auto" or config.optimizer.decay <= asked.optimizer.decay:
-        return []
-    return [
-        f"weight decay: {config.optimizer.decay:g}, because the text is read {epochs_of(config.steps, config, corpus):.1f} times "
-        f"(optimizer.weight_decay={asked.optimizer.decay:g}, that of a large text, would let the model memorise it)"
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------- train.max_minutes

@@ -27,15 +27,7 @@ from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import Choice, choose_device
 from andrea.runtime.host_memory import free_host_bytes, held_bytes
 from andrea.runtime.program import typed_command
-from andrea.training.health.attention import measures_every_step
-from andrea.training.loss.loss import (
-    LOGITS_EAGER,
-    MicroBatchLoss,
-    Teachers,
-    rows_in_chunk,
-    training_loss_sum,
-)
-from andrea.training.objectives.objective import Objective
+from andrea.training.loss.loss import LOGITS_EAGER, MicroBatchLoss, rows_in_chunk, training_loss_sum
 from andrea.training.optimizer import group_parameters
 from andrea.training.parallel.ranks import Parallel, Ranks
 from andrea.training.records.console import Console, format_memory
@@ -49,6 +41,16 @@ COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
 DISTILLATION_COPIES = 5  # of all logits, in fp32: of a teacher, their mean, the model's, their gradient, a temporary
 COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
 COMPILED_SHARE = 0.6  # memory of compiled passes as a share of that of eager passes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The facts that a memory plan needs: device, precision of the matrix products, number of ranks, FSDP or not."""
+
+    device: torch.device
+    precision: str
+    ranks: int = 1
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,70 +81,60 @@ class Memory:
         return kept + max(step, self.gathered_model + passes) + self.evaluation
 
 
-def plan_memory(
-    config: ModelConfig,
-    attention: AttentionConfig,
-    n_vocab: int,
-    *,
-    micro_batch: int,
-    precision: str,
-    optimizer: str,
-    averaged: bool = False,
-    recompute: bool = False,
-    compiled: bool = False,
-    on_cpu: bool = False,
-    ranks: int = 1,
-    sharded: bool = False,
-    n_teacher: int = 0,
-) -> Memory:
+def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Placement) -> Memory:
     """The peak of a training step on one device, by part.
 
     Kept from step to step: fp32 weights, fp32 gradients (all micro-batches after the first add to them) and the optimizer's
     state. AdamW keeps two fp32 numbers per parameter. Muon keeps one per parameter of the blocks' matrices, and AdamW
     updates the other parameters. Temporary memory comes on top: the passes of one micro-batch (`pass_bytes`) or the
-    optimizer's step (`optimizer_step_bytes`), whichever needs more. recompute: activation checkpointing.
-    averaged: the weights' running average is kept too.
-    n_teacher: of distillation. A teacher counts as a model of the same size, and every rank holds it whole; the loss then
-    holds all logits.
+    optimizer's step (`optimizer_step_bytes`), whichever needs more. A teacher counts as a model of the same size, and every
+    rank holds it whole; the loss then holds all logits.
 
-    on_cpu: Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
+    On a CPU, Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
     without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
     been measured: compiled code is planned like eager code, which is an upper bound.
 
-    sharded: with FSDP2, each of the `ranks` keeps 1/ranks of weights and optimizer state. Gradients are summed over
-    ranks once a step; until then each rank keeps all of them, in fp32. `gathered_bytes` adds the temporary buffers.
-    Without `sharded` every rank needs as much as a single device (DDP's buckets are the gradients themselves).
+    With FSDP2, each of the ranks keeps 1/ranks of weights and optimizer state. Gradients are summed over ranks once a step;
+    until then each rank keeps all of them, in fp32. `gathered_bytes` adds the temporary buffers. With DDP every rank needs
+    as much as a single device (DDP's buckets are the gradients themselves).
     """
+    attention, precision, n_teacher = config.attention, placement.precision, len(config.train.teachers)
     # A fused implementation runs on its own device only; `auto` keeps as little memory.
     if attention.implementation not in ("reference", "chunked"):
         attention = dataclasses.replace(attention, implementation="auto")
     with torch.device("meta"):
-        model = GPT(config, attention, n_vocab, END_OF_TEXT)
+        model = GPT(config.model, attention, n_vocab, END_OF_TEXT)
     matrices = Counter(
         tuple(parameter.shape) for name, parameter in group_parameters(dict(model.named_parameters()))["matrix"].items()
     )
     total = sum(parameter.numel() for parameter in model.parameters())
     n_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    muon = optimizer == "muon" and bool(matrices)  # LoRA's factors are AdamW's
+    muon = config.optimizer.kind == "muon" and bool(matrices)  # LoRA's factors are AdamW's
     state = 2 * n_trained - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
-    state += n_trained if averaged else 0
-    share = ranks if sharded else 1
+    state += n_trained if config.optimizer.average_half_life is not None else 0
+    share, on_cpu = placement.ranks if placement.sharded else 1, placement.device.type == "cpu"
+    compiled = choose_compile(config.compile, placement.device, flops_of_run(config, n_vocab)).value != "off"
     # On a GPU our kernel measures the heads without materialising the scores.
-    observing = on_cpu and attention.qk_clip is not None
-    activations = pass_bytes(config, attention, n_vocab, micro_batch, precision, recompute, observing, sharded)
+    observing, recompute = on_cpu and attention.qk_clip is not None, config.train.activation_checkpointing
+    how = precision, recompute, observing, placement.sharded
+    activations = pass_bytes(config.model, attention, n_vocab, micro_batch, *how)
     if n_teacher:
-        activations += DISTILLATION_COPIES * 4 * micro_batch * config.sequence_length * n_vocab
+        activations += DISTILLATION_COPIES * 4 * micro_batch * config.model.sequence_length * n_vocab
     return Memory(
         weights=4 * total // share + 4 * n_teacher * total,
         gradients=4 * n_trained,
         optimizer=4 * state // share,
-        gathered=gathered_bytes(model, config.n_layer, precision) if sharded else 0,
-        gathered_model=(sharded + bool(config.lora_rank)) * gathered_model_bytes(model),
+        gathered=gathered_bytes(model, config.model.n_layer, precision) if placement.sharded else 0,
+        gathered_model=(placement.sharded + bool(config.model.lora_rank)) * gathered_model_bytes(model),
         activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
         optimizer_step=optimizer_step_bytes(matrices, precision, share) if muon else 0,
-        evaluation=evaluation_bytes(config, attention, n_vocab) if on_cpu else 0,
+        evaluation=evaluation_bytes(config.model, attention, n_vocab) if on_cpu else 0,
         python_and_libraries=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
     )
+
+
+def flops_of_run(config: RunConfig, n_vocab: int) -> int:
+    return config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
 
 
 def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
@@ -158,10 +150,7 @@ def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
 
 
 def gathered_model_bytes(model: GPT) -> int:
-    """The bytes that rank 0 needs for `Parallel.gathered_model`: the model in fp32, and its largest parameter once more.
-
-    A parameter whose rows the ranks do not share equally is copied out of a padded one.
-    """
+    """Of `Parallel.gathered_model`: the model in fp32, and its largest parameter once more, copied out of a padded one."""
     sizes = [parameter.numel() for parameter in model.parameters()]
     return 4 * (sum(sizes) + max(sizes))
 
@@ -231,10 +220,7 @@ def pass_bytes(
 
 
 def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> Tensor:
-    """The loss of the first few chunks of rows, with memory reserved for the gradients of all rows.
-
-    The peak memory is the same as with all chunks.
-    """
+    """The loss of the first few chunks of rows, with memory for the gradients of all rows: the peak is that of all chunks."""
     if precision == "fp16":  # fp16 is not computed in chunks
         return training_loss_sum(model, hidden, tokens, precision)
     rows, answers = hidden.flatten(0, 1), tokens.flatten()
@@ -257,10 +243,7 @@ def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: i
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors created while it is active; `most` is the largest total alive at once.
-
-    existing: tensors that are not counted when an operation returns them.
-    """
+    """Counts the bytes of the tensors created while it is active, without `existing`; `most`: the largest total at once."""
 
     def __init__(self, existing: list[Tensor]) -> None:
         super().__init__()
@@ -295,16 +278,6 @@ FREE_ON_CARD = {24: 23 * GIB, 80: 78 * GIB}  # bytes that are free on a GPU of s
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The facts that a memory plan needs: device, precision of the matrix products, number of ranks, FSDP or not."""
-
-    device: torch.device
-    precision: str
-    ranks: int = 1
-    sharded: bool = False
-
-
-@dataclass(frozen=True)
 class Machine:
     """The device and memory that a run may use. free_bytes: the smallest free memory of any rank."""
 
@@ -336,10 +309,7 @@ def device_of_rank(asked: str, ranks: Ranks) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a run can have: the free memory of the GPU; on a CPU what is free, and what this process holds already.
-
-    A plan for the CPU counts Python and libraries.
-    """
+    """Bytes that a run can have: free on the GPU; on a CPU free or held by this process, whose libraries a plan counts."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes() + held_bytes()
 
 
@@ -364,10 +334,7 @@ def choose_sharing(config: RunConfig, machine: Machine, n_vocab: int) -> Choice:
 
 
 def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, free_bytes: float) -> Choice:
-    """Chooses ddp if the model, its gradients and optimizer state fit on each rank with one sequence, else fsdp.
-
-    A single rank gets `none` in place of `ddp`.
-    """
+    """ddp if the whole model with one sequence fits on each rank, else fsdp; for a single rank `none` in place of ddp."""
     capacity, ranks = USABLE_SHARE * free_bytes, placement.ranks
     alone = memory_of(config, n_vocab, 1, Placement(placement.device, placement.precision)).total
     why = (
@@ -384,30 +351,6 @@ def sharing_that_fits(config: RunConfig, n_vocab: int, placement: Placement, fre
 # ---------------------------------------------------------------------------------------------------------- micro-batch
 
 TOKENS_IN_PASS_ON_CPU = 4096  # at most: on a CPU a longer pass is no faster and takes more memory
-
-
-def flops_of_run(config: RunConfig, n_vocab: int) -> int:
-    return config.steps * config.tokens_per_step * flops_per_token(config.model, config.attention, n_vocab)
-
-
-def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Placement) -> Memory:
-    """The memory plan of one rank for this micro-batch."""
-    flops = flops_of_run(config, n_vocab)
-    return plan_memory(
-        config.model,
-        config.attention,
-        n_vocab,
-        micro_batch=micro_batch,
-        precision=placement.precision,
-        optimizer=config.optimizer.kind,
-        averaged=config.optimizer.average_half_life is not None,
-        recompute=config.train.activation_checkpointing,
-        compiled=choose_compile(config.compile, placement.device, flops).value != "off",
-        on_cpu=placement.device.type == "cpu",
-        ranks=placement.ranks,
-        sharded=placement.sharded,
-        n_teacher=len(config.train.teachers),
-    )
 
 
 def micro_batches_that_fit(config: RunConfig, n_vocab: int, placement: Placement, capacity_bytes: float) -> list[int]:
@@ -450,12 +393,7 @@ def largest_that_fits(try_one: Callable[[int], None], candidates: list[int]) -> 
 
 
 def with_tried_micro_batch(
-    config: RunConfig,
-    parallel: Parallel,
-    machine: Machine,
-    console: Console,
-    teachers: Teachers | None = None,
-    objective: Objective | None = None,
+    config: RunConfig, parallel: Parallel, machine: Machine, console: Console, micro_loss: MicroBatchLoss
 ) -> RunConfig:
     """The config with the largest micro-batch that fits when tried, starting with the planned one.
 
@@ -465,15 +403,6 @@ def with_tried_micro_batch(
     if parallel.is_sharded:
         return config
     device, n_vocab, length = machine.device, parallel.model.n_vocab, config.model.sequence_length
-    micro_loss = MicroBatchLoss(
-        parallel.model,
-        device,
-        config.precision,
-        measures_every_step(config.attention),
-        config.train.activation_checkpointing,
-        teachers,
-        objective,
-    )
 
     def try_one(n_sequence: int) -> None:
         planned = memory_of(config, n_vocab, n_sequence, Placement(device, config.precision))

@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,27 +34,8 @@ from andrea.runtime.device import (
 )
 from andrea.text.corpus import Corpus
 from andrea.training.health.attention import measures_every_step
-from andrea.training.planning.length import (
-    EVALUATIONS,
-    MOST_EPOCHS,
-    QUARTERS,
-    epochs_of,
-    is_judged_on_a_part,
-    is_small,
-    most_steps_for_text,
-    small_text_lines,
-    steps_for_text,
-    weight_decay_for_text,
-)
-from andrea.training.planning.memory import (
-    USABLE_SHARE,
-    Machine,
-    Placement,
-    choose_sharing,
-    flops_of_run,
-    memory_of,
-    micro_batches_that_fit,
-)
+from andrea.training.planning import length, memory
+from andrea.training.planning.memory import Machine, Placement
 from andrea.training.records.console import format_memory
 
 BEGAN = "chosen when the run began"  # by an earlier process of the run
@@ -93,7 +75,7 @@ class Auto:
 
 
 def reads_often(config: RunConfig, here: Situation) -> bool:
-    return epochs_of(config.steps, config, here.corpus) > MOST_EPOCHS
+    return length.epochs_of(config.steps, config, here.corpus) > length.MOST_EPOCHS
 
 
 def micro_batch(config: RunConfig, here: Situation) -> Choice:
@@ -104,8 +86,8 @@ def micro_batch(config: RunConfig, here: Situation) -> Choice:
     most, configured = here.machine.ranks.local_rows(config.sequences_per_step)[2], config.train.micro_batch
     if configured == "auto":
         free = here.machine.free_bytes
-        configured = micro_batches_that_fit(config, here.n_vocab, here.placement, USABLE_SHARE * free)[0]
-        needed = memory_of(config, here.n_vocab, configured, here.placement).total
+        configured = memory.micro_batches_that_fit(config, here.n_vocab, here.placement, memory.USABLE_SHARE * free)[0]
+        needed = memory.memory_of(config, here.n_vocab, configured, here.placement).total
         if here.machine.device.type == "cpu" and needed > free:
             raise UserError(
                 f"model={config.model.name} needs {format_memory(needed)} with one sequence in a pass, and a process may have "
@@ -116,8 +98,8 @@ def micro_batch(config: RunConfig, here: Situation) -> Choice:
 
 
 def interval(config: RunConfig, here: Situation) -> Choice:
-    is_planned_now = "train.steps" in here.choices and is_small(config, here.corpus)
-    return Choice(part_of(config.steps, EVALUATIONS if is_planned_now else QUARTERS))
+    is_planned_now = "train.steps" in here.choices and length.is_small(config, here.corpus)
+    return Choice(part_of(config.steps, length.EVALUATIONS if is_planned_now else length.QUARTERS))
 
 
 def part_of(n_step: int, evaluations: int) -> int:
@@ -128,7 +110,7 @@ def part_of(n_step: int, evaluations: int) -> int:
 # The keys that may be `auto`, in the order of their choice. A run's sharing is no key: `parallel.kind` stays as it was typed.
 AUTO = {
     "train.max_minutes": Auto(lambda config, here: Choice(config.max_minutes), LENGTH),
-    "train.steps": Auto(lambda config, here: Choice(steps_for_text(config, here.corpus)), LENGTH[1:]),
+    "train.steps": Auto(lambda config, here: Choice(length.steps_for_text(config, here.corpus)), LENGTH[1:]),
     # The next four are chosen once, when the run begins.
     "model.bigram_rows": Auto(
         lambda config, here: Choice(None if reads_often(config, here) else config.model.n_bigram_row)
@@ -136,19 +118,21 @@ AUTO = {
     "optimizer.muon_rows": Auto(
         lambda config, here: Choice("none" if reads_often(config, here) else config.optimizer.rows)
     ),
-    "optimizer.weight_decay": Auto(lambda config, here: Choice(weight_decay_for_text(config, here.corpus))),
+    "optimizer.weight_decay": Auto(lambda config, here: Choice(length.weight_decay_for_text(config, here.corpus))),
     "tokenizer.vocab_size": Auto(lambda config, here: Choice(here.n_vocab)),
     "threads": Auto(lambda config, here: Choice(choose_threads(config.threads)), ("device",), is_checked=True),
     "precision": Auto(
         lambda config, here: choose_precision(config.precision, here.machine.device), ("device",), is_checked=True
     ),
     "compile": Auto(
-        lambda config, here: choose_compile(config.compile, here.machine.device, flops_of_run(config, here.n_vocab)),
+        lambda config, here: choose_compile(
+            config.compile, here.machine.device, memory.flops_of_run(config, here.n_vocab)
+        ),
         (*LENGTH, "device"),
         is_checked=True,
     ),
     "deterministic": Auto(lambda config, here: Choice(here.machine.device.type == "cpu"), ("device",)),
-    "sharing": Auto(lambda config, here: choose_sharing(config, here.machine, here.n_vocab), is_checked=True),
+    "sharing": Auto(lambda config, here: memory.choose_sharing(config, here.machine, here.n_vocab), is_checked=True),
     "train.micro_batch": Auto(micro_batch, ("device", "precision", "train.activation_checkpointing"), is_checked=True),
     **dict.fromkeys(INTERVALS, Auto(interval, LENGTH)),
     "attention.implementation": Auto(
@@ -189,7 +173,7 @@ class Plan:
             return self.config
         is_kept = self.is_for_text and evaluations is None
         every = {} if is_kept else {
-            key.partition(".")[2]: part_of(n_step, evaluations or QUARTERS) for key in INTERVALS if key in self.left_auto
+            key.partition(".")[2]: part_of(n_step, evaluations or length.QUARTERS) for key in INTERVALS if key in self.left_auto
         }  # fmt: skip
         return dataclasses.replace(self.config, train=dataclasses.replace(self.config.train, steps=n_step, **every))
 
@@ -212,7 +196,7 @@ def make_plan(
     config = dataclasses.replace(config, train=train)
     given = config.train.flops is not None or config.train.tokens_per_parameter is not None
     is_length_auto = "train.steps" in left_auto and not given
-    is_for_text = is_length_auto and is_small(config, corpus)
+    is_for_text = is_length_auto and length.is_small(config, corpus)
     is_time_set = "train.max_minutes" not in left_auto  # else the run gets no longer than the model's recipe
     return Plan(
         config,
@@ -221,9 +205,9 @@ def make_plan(
         groups,
         here.choices["sharing"].value,
         is_for_text,
-        is_for_text and is_judged_on_a_part(config, corpus),
-        most_steps_for_text(config, corpus) if is_length_auto and is_time_set else config.steps,
-        epochs_of(steps_for_text(config, corpus), config, corpus) if is_length_auto else 0.0,
+        is_for_text and length.is_judged_on_a_part(config, corpus),
+        length.most_steps_for_text(config, corpus) if is_length_auto and is_time_set else config.steps,
+        length.epochs_of(length.steps_for_text(config, corpus), config, corpus) if is_length_auto else 0.0,
         lines_of(asked, config, here, planned_steps or config.steps, planned_steps is not None),
     )
 
@@ -233,7 +217,7 @@ def with_choices(
 ) -> RunConfig:
     """The configuration with a value for each of `keys` that is `auto`; here.choices gets the choices."""
     for key in keys:
-        row, configured = AUTO[key], "" if key == "sharing" else value_of(config, key)
+        row, configured = AUTO[key], "" if key == "sharing" else attrgetter(key)(config)
         if configured != "auto" and not row.is_checked:
             continue
         choice = row.choose(config, here)
@@ -242,13 +226,6 @@ def with_choices(
         here.choices[key] = choice
         if key != "sharing":
             config = with_value(config, key, choice.value)
-    return config
-
-
-def value_of(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
     return config
 
 
@@ -261,17 +238,20 @@ def with_value(config: Any, key: str, value: Any) -> Any:
 def lines_of(asked: RunConfig, config: RunConfig, here: Situation, n_step: int, is_resumed: bool) -> list[str]:
     """What the terminal shows of the plan. asked: the configuration with `auto` still in it."""
     ranks, choices = here.machine.ranks, here.choices
-    parameters = count_parameters(config.model, config.attention, here.n_vocab)
+    parameters, device = count_parameters(config.model, config.attention, here.n_vocab), here.machine.device
+    shown = f"{device}, {config.threads} threads" if device.type == "cpu" else str(device)
+    if device.type == "cuda":
+        shown = f"{device} ({torch.cuda.get_device_name(device)})"
     n_token = sum(len(source.train) for source in here.corpus.sources)
     lines = [
         f"model: {config.model.name}, {parameters.total:,} parameters · tokenizer {here.corpus.tokenizer.identity} · "
         f"{n_token:,} training tokens",
-        f"{n_step} steps of {config.tokens_per_step:,} tokens, {epochs_of(n_step, config, here.corpus):.2f} epochs · "
+        f"{n_step} steps of {config.tokens_per_step:,} tokens, {length.epochs_of(n_step, config, here.corpus):.2f} epochs · "
         f"micro-batch: {config.train.micro_batch} of {config.sequences_per_step} sequences"
         + (f" on each of {ranks.size} ranks" if ranks.size > 1 else ""),
-        f"device: {describe_device(here.machine.device, config.threads)} · {config.precision} ({choices['precision'].why})",
+        f"device: {shown} · {config.precision} ({choices['precision'].why})",
         *(unused_gpu() if asked.device == "auto" else []),
-        *small_text_lines(asked, config, here.corpus),
+        *length.small_text_lines(asked, config, here.corpus),
     ]
     if rank := config.model.lora_rank:
         n_trained = count_trained(config.model, config.attention, here.n_vocab)
@@ -289,12 +269,6 @@ def lines_of(asked: RunConfig, config: RunConfig, here: Situation, n_step: int, 
     is_deterministic = " · deterministic" if config.deterministic else ""
     lines.append(f"torch.compile: {config.compile} ({choices['compile'].why}){is_deterministic}")
     return lines
-
-
-def describe_device(device: torch.device, n_thread: int) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device}, {n_thread} threads" if device.type == "cpu" else str(device)
 
 
 # ------------------------------------------------------------------------------------- a resumed run
@@ -329,10 +303,7 @@ def choose_again(
 
 
 def choose_attention(config: RunConfig, device: torch.device) -> Choice:
-    """The attention implementation for training. On a GPU, `auto` becomes the fastest one in a measurement made now.
-
-    It must serve the windows of all layers.
-    """
+    """The implementation for training, which serves all windows; on a GPU, `auto` is the fastest in a measurement made now."""
     model, dtype, n_token = config.model, WEIGHT_DTYPE[config.precision], config.model.sequence_length
     layers_of_window = Counter(map(config.attention.window_of, range(model.n_layer)))
     masks = {window: make_mask(window) for window in layers_of_window}
@@ -361,19 +332,11 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     with determinism_restored():
         set_determinism(config.deterministic is True)  # what torch then refuses is left out
         measured_times = [measure(case, config.train.micro_batch, compiled) for case in cases.values()]
-    times = milliseconds_a_layer(measured_times, list(layers_of_window.values()))
-    if not times:
+    served = [name for name in measured_times[0] if all(name in times for times in measured_times)]
+    if not served:
         return Choice(asked, reasons)
-    fastest = next(iter(times))
-    shown = ", ".join(f"{name} {time:.2f} ms" for name, time in times.items())
+    of_windows = list(zip(layers_of_window.values(), measured_times, strict=True))
+    mean_ms = {name: sum(n * times[name] for n, times in of_windows) / model.n_layer for name in served}  # of a layer
+    fastest, *_ = by_time = sorted(served, key=lambda name: mean_ms[name])
+    shown = ", ".join(f"{name} {mean_ms[name]:.2f} ms" for name in by_time)
     return Choice(fastest, f"{fastest} (fastest here, forward and backward: {shown})")
-
-
-def milliseconds_a_layer(times: list[dict[str, float]], layers: list[int]) -> dict[str, float]:
-    """The mean time of a layer by implementation, fastest first. Implementations that miss in one of `times` are left out.
-
-    times: the measurement of each window. layers: the number of layers that have this window.
-    """
-    served = [name for name in times[0] if all(name in each for each in times)]
-    mean = {name: sum(n * each[name] for n, each in zip(layers, times, strict=True)) / sum(layers) for name in served}
-    return dict(sorted(mean.items(), key=lambda item: item[1]))

@@ -40,13 +40,11 @@ class Console(Logger):
         self.rich.print(at_words(without_controls(line)))
 
     def start(self) -> None:
-        """Show the live line from now on."""
         if self.live:
             self.live.start()
 
     @contextmanager
     def live_line(self) -> Iterator[None]:
-        """Context manager that shows the live line on a terminal."""
         self.start()
         try:
             yield
@@ -91,23 +89,21 @@ class Console(Logger):
                 for key, value in record.items()
                 if key.count("/") == 2 and key.endswith("/bpb")
             )
+            names = {"val/accuracy": "preference accuracy", "val/margin": "reward margin", "val/reward": "reward"}
+            of_objective = "".join(f" · {words} {record[key]:.3f}" for key, words in names.items() if key in record)
+            standing = ""
+            if "expected/bpb" in record:
+                expected = Expected(record["expected/bpb"], record["expected/spread_bpb"])
+                standing = f" · {Standing(record['val/bpb'], expected).words}"
             self.say(
                 f"{self.step_words(record['step'])} · validation loss {record['val/loss']:.4f}"
-                f" · {record['val/bpb']:.4f} bits/byte{of_sources}{objective_words(record)}"
-                f"{part_words(record.get('val/tokens'))}"
-                f"{self.standing_words(record)}"
+                f" · {record['val/bpb']:.4f} bits/byte{of_sources}{of_objective}"
+                f"{part_words(record.get('val/tokens'))}{standing}"
             )
         elif self.live is None and "train/loss" in record:
             seconds_left = (self.steps - record["step"]) * record["train/seconds_per_step"]
             figures = (record[f"train/{name}"] for name in ("loss", "rate", "tokens_per_second"))
             self.say(self.progress_line(record["step"], *figures, seconds_left))
-
-    def standing_words(self, record: dict[str, Any]) -> str:
-        """How the validation figure compares with the expected curve; empty if the run has none."""
-        if "expected/bpb" not in record:
-            return ""
-        expected = Expected(record["expected/bpb"], record["expected/spread_bpb"])
-        return f" · {Standing(record['val/bpb'], expected).words}"
 
     def sample(self, sample: dict[str, Any]) -> None:
         written = sample["prompt"] + sample["text"]
@@ -124,12 +120,6 @@ class Console(Logger):
         """Remove the live line, so that ordinary lines can follow."""
         if self.live:
             self.live.stop()
-
-
-def objective_words(record: dict[str, Any]) -> str:
-    """The held-out figures of preferences or of rewarded answers; empty if the record has none."""
-    names = {"val/accuracy": "preference accuracy", "val/margin": "reward margin", "val/reward": "reward"}
-    return "".join(f" · {words} {record[key]:.3f}" for key, words in names.items() if key in record)
 
 
 def part_words(n_token: int | None) -> str:

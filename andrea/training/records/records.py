@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 
 from andrea.checkpoint import Checkpoint
-from andrea.checkpoint.keep import set_aside_after
 from andrea.config import LoggerConfig, RunConfig, UserError, to_plain
 from andrea.model.size import flops_per_token
 from andrea.runtime.files import StorageFailed
@@ -23,14 +23,14 @@ from andrea.runtime.streams import new_failures
 from andrea.runtime.torchrun import RankLost
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.parallel.ranks import Parallel, Watchdog
-from andrea.training.progress import Progress
-from andrea.training.records import Logger
+from andrea.training.records import Logger, Progress
 from andrea.training.records.console import Console
-from andrea.training.records.run_folder import RunFolder, RunLog, plain_text
+from andrea.training.records.run_folder import RunFolder, plain_text
 from andrea.training.records.weights_and_biases import check_settings, choose_wandb_mode, open_wandb
 
 # An error of the run folder ends the run: its records are the run's result. So does the loss of another rank.
 ENDS_THE_RUN = (StorageFailed, RankLost)
+LOG = "run.log"
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,15 @@ class Records:
 
     loggers: list[Logger]
     console: Console
-    run_log: RunLog
+    folder: Path  # of the run; its run.log has the errors that did not end the run, and is missing without such errors
     progress: Progress
     watchdog: Watchdog
     failed_extras: set[str] = field(default_factory=set)  # names, each reported once
+
+    def write_log(self, text: str) -> None:
+        """Append `text` with the date and time. If the disk is full, the text is lost, and the run goes on."""
+        with suppress(OSError), open(self.folder / LOG, "a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def working(self, doing: str) -> None:
         """Announce slow work between two steps, on the terminal and to the watchdog."""
@@ -65,9 +70,9 @@ class Records:
                 return
             self.failed_extras.add(name)
             what = f"step {self.progress.step}: {name} failed"
-            self.run_log.write(f"{what}\n{''.join(traceback.format_exception(error))}")
+            self.write_log(f"{what}\n{''.join(traceback.format_exception(error))}")
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.console.say(f"{what} ({reason}); training continues; {self.run_log.path} has the traceback")
+            self.console.say(f"{what} ({reason}); training continues; {self.folder / LOG} has the traceback")
 
     def guest(self, logger: str) -> AbstractContextManager[None]:
         """The context in which an optional logger is opened or called."""
@@ -107,7 +112,7 @@ class Records:
             with nullcontext() if isinstance(logger, RunFolder) else self.guest(type(logger).__name__):
                 call(logger, axes)
         for line in new_failures() if self.loggers else []:
-            self.run_log.write(f"step {self.progress.step}: {line}")
+            self.write_log(f"step {self.progress.step}: {line}")
 
 
 def open_loggers(
@@ -117,7 +122,7 @@ def open_loggers(
     checkpoint: Checkpoint | None,
     parallel: Parallel,
     facts: dict[str, Any],
-    run_page: Callable[[Path], Logger] | None,
+    run_page: Callable[[Path], Logger],
 ) -> None:
     """Open the loggers of a run: the run folder (first, because others read its files), the console, and the optional ones.
 
@@ -145,8 +150,7 @@ def open_loggers(
         with records.guest("TensorBoard"):
             records.loggers.append(TensorBoard(folder, checkpoint.step + 1 if checkpoint else 0))
             say(f"tensorboard: on; `tensorboard --logdir {config.runs_dir}` shows all runs")
-    if run_page:
-        records.loggers.append(run_page(folder))
+    records.loggers.append(run_page(folder))
 
 
 def check_loggers(config: LoggerConfig) -> None:
@@ -169,12 +173,6 @@ def derived_facts(config: RunConfig, parallel: Parallel, facts: dict[str, Any]) 
         "platform": platform.platform(),
         "torch": torch.__version__,
     }
-
-
-def set_later_checkpoints_aside(folder: Path, checkpoint: Checkpoint | None, console: Console) -> None:
-    """Rename the checkpoints after the one from which the run continues. Raises StorageFailed."""
-    for path in set_aside_after(folder, checkpoint.step) if checkpoint else []:
-        console.say(f"the run continues from an earlier step; a checkpoint after that step was renamed to {path}")
 
 
 # ---------------------------------------------------------------------------------------------------------- tensorboard

@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -22,20 +21,7 @@ from andrea.checkpoint import Checkpoint, checkpoints_of, step_name
 from andrea.checkpoint.state import LARGEST_STEP
 from andrea.config import RunConfig, UserError, to_plain
 from andrea.config.parse import plain_yaml
-from andrea.runtime import torchrun
-from andrea.runtime.files import (
-    Locked,
-    exclusive_lock,
-    from_json,
-    make_folder,
-    read_plain_file,
-    reading,
-    remove_unfinished,
-    replace_bytes,
-    replace_text,
-    storing,
-    unused_path,
-)
+from andrea.runtime import files, torchrun
 from andrea.runtime.system import flush_to_disk
 from andrea.training.records import Logger
 
@@ -72,7 +58,7 @@ class RecordFile:
 def read_records(path: Path) -> RecordFile:
     """The records of a file, oldest first. Without a regular file there are none. Raises StorageFailed."""
     found = RecordFile(path)
-    with reading(path):
+    with files.reading(path):
         if not path.is_file():  # reading a pipe would wait for ever
             return found
         *lines, torn = path.read_bytes().split(b"\n")
@@ -94,7 +80,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def record_in(line: bytes, file_name: str) -> dict[str, Any] | None:
     """The record that a line holds; None if it holds none: a mapping with a step, and with the texts of its file."""
     try:
-        record = from_json(line.decode())
+        record = files.from_json(line.decode())
     except ValueError:
         return None
     has_step = isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] <= LARGEST_STEP
@@ -104,7 +90,7 @@ def record_in(line: bytes, file_name: str) -> dict[str, Any] | None:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     r"""Raises StorageFailed. A lone surrogate, which UTF-8 cannot encode, is escaped as in \udc80."""
-    with storing(path), open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
+    with files.storing(path), open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
         stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -148,16 +134,16 @@ def mark(folder: Path, run_id: str | None, parent: str | None = None) -> str:
     found = run_id_of(folder)
     if found is None:
         found = run_id or secrets.token_hex(8)
-        with storing(folder / MARK):
+        with files.storing(folder / MARK):
             about = {"run": found} | ({"init_from": str(parent)} if parent else {})
-            replace_text(folder / MARK, json.dumps(about) + "\n")
+            files.replace_text(folder / MARK, json.dumps(about) + "\n")
     return found
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
     """The content of the folder's mark; empty without a readable mark."""
     try:
-        found = from_json(read_plain_file(folder / MARK, LARGEST_CONFIG_BYTES))
+        found = files.from_json(files.read_plain_file(folder / MARK, LARGEST_CONFIG_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -196,24 +182,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def load_config(folder: Path) -> dict[str, Any]:
     """The content of the folder's config.yaml. Raises OSError, or ValueError if it is not the YAML that this program writes."""
-    found = plain_yaml(read_plain_file(folder / CONFIG, LARGEST_CONFIG_BYTES).decode("utf-8"))
+    found = plain_yaml(files.read_plain_file(folder / CONFIG, LARGEST_CONFIG_BYTES).decode("utf-8"))
     if not isinstance(found, dict):
         raise ValueError("it is not a mapping")
     return found
-
-
-# -------------------------------------------------------------------------------------------------------------- run log
-# `run.log` in the run folder: the errors that did not end the run. Without such errors there is no file.
-
-
-class RunLog:
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "run.log"
-
-    def write(self, text: str) -> None:
-        """Append `text` with the date and time. If the disk is full, the text is lost, and the run goes on."""
-        with suppress(OSError), open(self.path, "a", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 # ------------------------------------------------------------------------------------------------------- the run folder
@@ -243,8 +215,8 @@ class RunFolder(Logger):
     def page(self, page: dict[str, Any]) -> None:
         """Raises OSError if writing fails: unlike a record, a page is optional."""
         path = self.page_path(page["name"], page["step"])
-        make_folder(path.parent)
-        replace_text(path, page["html"])
+        files.make_folder(path.parent)
+        files.replace_text(path, page["html"])
 
     def page_path(self, name: str, step: int) -> Path:
         return self.folder / name / f"step-{step:08d}.html"
@@ -260,11 +232,11 @@ class RunFolder(Logger):
 
         Raises StorageFailed, also if the folder was removed: writing a checkpoint would make it again, without the records.
         """
-        with storing(self.metrics):
+        with files.storing(self.metrics):
             flush_to_disk(self.folder)
         for path in (self.metrics, self.samples, self.alerts):
             if path.exists():
-                with storing(path):
+                with files.storing(path):
                     flush_to_disk(path)
 
     def cut_after(self, step: int, say: Callable[[str], None] = print) -> None:
@@ -275,14 +247,14 @@ class RunFolder(Logger):
         for path in (self.metrics, self.samples, self.alerts):
             found = read_records(path)
             if found.damaged:
-                aside = unused_path(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-                with storing(aside):
-                    replace_bytes(aside, path.read_bytes())
+                aside = files.unused_path(path.with_name(f"aside-{path.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+                with files.storing(aside):
+                    files.replace_bytes(aside, path.read_bytes())
                 say(f"{found.complaint}; the file as it was is kept in {aside}")
             lines = zip(found.records, found.lines, strict=True)
             kept = [line for record, line in lines if record["step"] <= step and "event" not in record]
-            with storing(path):
-                replace_bytes(path, b"".join(line + b"\n" for line in kept))
+            with files.storing(path):
+                files.replace_bytes(path, b"".join(line + b"\n" for line in kept))
 
 
 def new_run_folder(config: RunConfig) -> Path:
@@ -296,7 +268,7 @@ def new_run_folder(config: RunConfig) -> Path:
     name = config.name or f"{config.model.name}-{config.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / name
     with reporting_unusable(folder):
-        folder = folder if config.name else unused_path(folder)
+        folder = folder if config.name else files.unused_path(folder)
         if is_free(folder):
             return folder
     killed_early = is_run_folder(folder) and not checkpoints_of(folder)
@@ -337,24 +309,21 @@ def run_folder_locked(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             with reporting_unusable(folder):
-                make_folder(folder)
+                files.make_folder(folder)
                 check_no_links(folder)
-                make_folder(folder / "checkpoints")
-                held.enter_context(exclusive_lock(folder / LOCK))
-        except Locked as holder:
+                files.make_folder(folder / "checkpoints")
+                held.enter_context(files.exclusive_lock(folder / LOCK))
+        except files.Locked as holder:
             raise UserError(
                 f"{folder} is in use by another process ({holder}); wait for it, or choose another name=…"
             ) from None
         for unfinished in (folder, *filter(Path.is_dir, folder.iterdir())):
-            remove_unfinished(unfinished)
+            files.remove_unfinished(unfinished)
         yield
 
 
 def check_no_links(folder: Path) -> None:
-    """Raises UserError if a file or folder in the run folder is a link, a pipe or a device.
-
-    The run would write through a link to a place outside its folder. A run folder may come from somebody else.
-    """
+    """Raises UserError for a link, a pipe or a device: the run would write through it to a place outside its folder."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(
@@ -368,8 +337,8 @@ def write_config(folder: Path, config: RunConfig) -> None:
     import yaml
 
     content = yaml.safe_dump(plain_text(to_plain(config)), sort_keys=False, allow_unicode=True)
-    with storing(folder / "config.yaml"):
-        replace_text(folder / "config.yaml", content)
+    with files.storing(folder / "config.yaml"):
+        files.replace_text(folder / "config.yaml", content)
 
 
 def plain_text(value: Any) -> Any:

@@ -41,10 +41,7 @@ class Wandb(Logger):
         run_id: str | None,
         facts: dict[str, Any],
     ) -> None:
-        """mode: online or offline. run_id: the wandb run to continue, or None. facts: the run's config in wandb.
-
-        Raises whatever wandb raises, for example for a setting in the environment.
-        """
+        """mode: online or offline. run_id: the wandb run to continue. facts: its config. Raises whatever wandb raises."""
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -68,10 +65,8 @@ class Wandb(Logger):
         """A line that says where the run is recorded, and how an offline run is uploaded."""
         if not self.run.offline:
             return "wandb: online"
-        folder = Path(
-            self.run.dir
-        ).parent  # not always in runs_dir: wandb chooses another place if it cannot write there
-        here = Path.cwd()
+        # Not always in runs_dir: wandb chooses another place if it cannot write there.
+        folder, here = Path(self.run.dir).parent, Path.cwd()
         shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
         return f"wandb: offline; to upload this run: `wandb login` once, then `wandb sync {shlex.quote(str(shown))}`"
 

@@ -12,7 +12,7 @@ from andrea.config import RunConfig
 from andrea.model import GPT, initialise
 from andrea.text.windows import IGNORED_TARGET
 from andrea.training.evaluation import summary, sums_over
-from andrea.training.loss.loss import loss_sum
+from andrea.training.loss.loss import loss_sum_from_hidden
 
 
 def tiny_model() -> GPT:
@@ -30,14 +30,14 @@ def test_the_loss_is_the_sum_of_log_probabilities_without_ignored_targets() -> N
     targets[:, -1] = IGNORED_TARGET
     log_probabilities = model.logits(model(tokens)).double().log_softmax(-1)
     by_hand = -sum(log_probabilities[b, t, targets[b, t]] for b in range(3) for t in range(10))
-    assert loss_sum(model, tokens, targets).item() == pytest.approx(by_hand.item(), rel=1e-5)
+    assert loss_sum_from_hidden(model, model(tokens), targets).item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
 def test_activation_checkpointing_reaches_the_blocks() -> None:
     model, tokens = tiny_model(), torch.randint(29, (3, 11), generator=torch.Generator().manual_seed(2))
     calls = []
     model.blocks[0].register_forward_pre_hook(lambda block, inputs: calls.append(1))
-    losses = [loss_sum(model, tokens, tokens, recompute=recompute) for recompute in (False, True)]
+    losses = [loss_sum_from_hidden(model, model(tokens, recompute=recompute), tokens) for recompute in (False, True)]
     assert torch.equal(*losses) and len(calls) == 2
     losses[1].backward()
     assert len(calls) == 3  # the backward pass computes the block again
@@ -49,7 +49,7 @@ def test_an_untrained_model_with_a_zero_head_scores_ln_v_on_every_token() -> Non
     initialise(model, torch.Generator().manual_seed(1))
     model.head.weight.data.zero_()
     tokens = torch.zeros(2, 7, dtype=torch.int64)
-    assert loss_sum(model, tokens, tokens).item() == pytest.approx(14 * math.log(31), rel=1e-5)
+    assert loss_sum_from_hidden(model, model(tokens), tokens).item() == pytest.approx(14 * math.log(31), rel=1e-5)
 
 
 def test_bits_per_byte_by_hand() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planned_memory import plan_memory
 from torch.nn.functional import one_hot
 
 from andrea.checkpoint import newest_whole
@@ -13,7 +14,6 @@ from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.text.windows import IGNORED_TARGET
 from andrea.training.loss.loss import MicroBatchLoss, Teachers
-from andrea.training.planning.memory import plan_memory
 from andrea.training.records.run_folder import read_lines
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
 from andrea.text.windows import IGNORED_TARGET
 from andrea.training.loss import loss as fused
-from andrea.training.loss.loss import MicroBatchLoss, loss_sum, loss_sum_from_hidden, training_loss_sum
+from andrea.training.loss.loss import MicroBatchLoss, loss_sum_from_hidden, training_loss_sum
 from andrea.training.parallel.ranks import reuses_training_graph
 
 V, CPU = 301, torch.device("cpu")
@@ -133,7 +133,7 @@ def test_fp16_keeps_the_readable_path() -> None:
 def test_the_trainers_loss_is_the_readable_one_and_one_graph() -> None:
     model, tokens = make_model(15.0, False), torch.randint(V, (3, 20))
     micro = MicroBatchLoss(model, CPU, "fp32", False, False)
-    readable = loss_sum(model, tokens, tokens)
+    readable = loss_sum_from_hidden(model, model(tokens), tokens)
     compiled = torch.compile(micro, fullgraph=True, dynamic=False, backend="aot_eager")
     for loss in (micro, compiled):
         assert torch.allclose(loss(tokens, tokens)[0], readable, rtol=1e-6)

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch.distributed as dist
 
-from andrea.training.parallel.ranks import StoreWatchdog
+from andrea.training.parallel.ranks import Watchdog
 
 
-class RecordingWatchdog(StoreWatchdog):
+class RecordingWatchdog(Watchdog):
     """Records its message instead of ending the process."""
 
     def __init__(self, *given) -> None:

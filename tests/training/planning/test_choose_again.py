@@ -15,7 +15,7 @@ from andrea.api.command_line import configure
 from andrea.checkpoint import checkpoints_of, read_checkpoint
 from andrea.config import RunConfig
 from andrea.training.planning.plan import choose_again
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.run_folder import read_lines
 from andrea.training.resume import describe_rate
 

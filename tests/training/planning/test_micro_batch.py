@@ -16,6 +16,7 @@ from andrea.training.parallel.ranks import Parallel
 from andrea.training.planning import memory
 from andrea.training.planning.memory import Machine, largest_that_fits, with_tried_micro_batch
 from andrea.training.records.console import Console
+from andrea.training.start import micro_batch_loss
 
 
 class Card:
@@ -73,7 +74,9 @@ def test_start_takes_what_fits_and_leaves_no_gradients(capsys) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MicroBatchLoss, "forward", of_a_small_card)
-        found = with_tried_micro_batch(run, parallel, Machine(torch.device("cpu"), parallel.ranks, 1e12), Console(1))
+        machine = Machine(torch.device("cpu"), parallel.ranks, 1e12)
+        loss = micro_batch_loss(parallel.model, run, machine.device)
+        found = with_tried_micro_batch(run, parallel, machine, Console(1), loss)
     assert tried == [12, 6, 4, 3] and found.train.micro_batch == 3
     assert all(parameter.grad is None for parameter in parallel.model.parameters())
     assert "3 sequences" in capsys.readouterr().out

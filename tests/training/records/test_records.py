@@ -10,11 +10,10 @@ from conftest import run_script, tiny_words
 
 from andrea.runtime.files import StorageFailed
 from andrea.training.parallel.ranks import Watchdog
-from andrea.training.progress import Progress
-from andrea.training.records import Logger
+from andrea.training.records import Logger, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records
-from andrea.training.records.run_folder import RunFolder, RunLog, read_lines
+from andrea.training.records.run_folder import RunFolder, read_lines
 
 
 class Broken(Logger):
@@ -25,7 +24,7 @@ class Broken(Logger):
 
 
 def records_of(folder: Path, loggers: list[Logger]) -> Records:
-    return Records(loggers, Console(steps=9), RunLog(folder), Progress(step=7), Watchdog())
+    return Records(loggers, Console(steps=9), folder, Progress(step=7), Watchdog())
 
 
 def test_a_failing_logger_is_reported_once_and_the_others_get_every_record(tmp_path: Path, capsys) -> None:

@@ -71,14 +71,13 @@ def test_event_files_that_cannot_be_written_are_one_line_without_a_traceback(tmp
 import resource, time
 from pathlib import Path
 from andrea.training.parallel.ranks import Watchdog
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records
-from andrea.training.records.run_folder import RunLog
 from andrea.training.records.records import TensorBoard
 
 folder = Path({str(tmp_path)!r})
-records = Records([TensorBoard(folder, 0)], Console(steps=9), RunLog(folder), Progress(step=7), Watchdog())
+records = Records([TensorBoard(folder, 0)], Console(steps=9), folder, Progress(step=7), Watchdog())
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
 for _ in range(20):
     records.log({{f"figure{{number}}": 1.0 for number in range(20)}})

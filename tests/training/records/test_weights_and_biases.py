@@ -17,10 +17,10 @@ from conftest import run_script, tiny_words
 
 from andrea.config import LoggerConfig, UserError
 from andrea.training.parallel.ranks import Watchdog
-from andrea.training.progress import Progress
+from andrea.training.records import Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records
-from andrea.training.records.run_folder import RunFolder, RunLog, read_lines
+from andrea.training.records.run_folder import RunFolder, read_lines
 from andrea.training.records.weights_and_biases import Wandb, choose_wandb_mode, logged_in, open_wandb
 
 RECORD = {"step": 3, "tokens": 30, "flops": 1.0, "seconds": 0.5, "train/loss": 0.25}
@@ -134,7 +134,7 @@ def test_a_setting_of_the_environment_that_wandb_refuses_is_one_line_and_the_run
 
 
 def test_a_process_of_wandb_that_dies_is_one_line_and_the_run_goes_on(netrc: Path, tmp_path: Path, capfd) -> None:
-    records = Records([RunFolder(tmp_path)], Console(steps=9), RunLog(tmp_path), Progress(step=7), Watchdog())
+    records = Records([RunFolder(tmp_path)], Console(steps=9), tmp_path, Progress(step=7), Watchdog())
     records.loggers.append(offline_wandb(tmp_path, "one", None))
     for number in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         for child in number.read_text().split():
