@@ -87,6 +87,10 @@ def open_corpus(
     ]
     if not all(folder.path.exists() for folder in folders):
         prepare(folders, tokenizer, existing, data_dir, report)
+    else:
+        for source in sources:
+            for line in source.unmatched() if isinstance(source, Source) else ():
+                report(f"{source.name}: {line}")
     loaded = load_tokenizer(folders[0].path)
     prepared = [read_folder(folder, loaded) for folder in folders]
     fingerprints = [[source.name, source.weight, fingerprint] for source, fingerprint in prepared]

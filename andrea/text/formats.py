@@ -354,7 +354,7 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
         findings.leave_out(f'the field "{" + ".join(fields)}" is not text', key)
     elif not (data := data.removeprefix(UTF_8_MARK)):
         findings.leave_out("empty", key)
-    elif not is_utf8(data):  # also half of a surrogate pair
+    elif not is_utf8(data + as_text(rejected).encode(errors="surrogatepass")):  # also half of a surrogate pair
         findings.leave_out(NOT_TEXT, key)
     else:
         findings.read_by[fields] += 1

@@ -17,7 +17,9 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
+from andrea.config import UserError
 from andrea.runtime.files import lines_of, read_plain_file
+from andrea.runtime.program import typed_words
 from andrea.runtime.streams import printable
 from andrea.text.encodings import HEAD_BYTES, begins_binary
 
@@ -34,6 +36,7 @@ OTHER_FORMATS = (  # first bytes of formats that hold text, but are none; the en
 )
 OWN = "written by ANDREA"
 OWN_PAGE = b'<meta name="generator" content="ANDREA">'  # in the pages that compare and lens write
+UNMATCHED = "matched no text file"
 LINKED = "link to a file or folder that is listed already"
 TOKEN = re.compile(r"\\.|\[[!^]?[^]]+\]|.", re.DOTALL)  # of a glob: an escaped character, a class, or a character
 NAMED_AT_MOST = 3
@@ -310,7 +313,10 @@ def is_ignored(rules: Ignore, name: str, is_folder: bool) -> str:
 
 
 def selected(listing: Listing, selection: Selection, prefix: str) -> Listing:
-    """The listing without the files that include and exclude leave out. prefix: of the keys' names, for messages."""
+    """The listing without the files that include and exclude leave out. prefix: of the keys' names, for messages.
+
+    Raises UserError if a glob is meant as a list of globs.
+    """
     if not selection.include and not selection.exclude:
         return listing
     include, exclude = ([pattern_of(glob) for glob in globs] for globs in (selection.include, selection.exclude))
@@ -327,8 +333,16 @@ def selected(listing: Listing, selection: Selection, prefix: str) -> Listing:
     names = [entry[0] for entry in listing.entries]
     for option, globs, patterns in (("include", selection.include, include), ("exclude", selection.exclude, exclude)):
         for glob, pattern in zip(globs, patterns, strict=True):
-            if not any(map(pattern.fullmatch, names)):
-                findings.add(f"{{}} glob of {prefix}{option} matched no text file", glob)
+            if any(map(pattern.fullmatch, names)):
+                continue
+            if re.fullmatch(r"\[.*\]", glob):  # meant as a list; as a glob it stands for one character
+                parts = [part.strip(" '\"") for part in glob[1:-1].split(",")]
+                words = " ".join(typed_words(**{f"{prefix}{option}": part}) for part in parts)
+                raise UserError(
+                    f"{prefix}{option}={glob} matches no file: a glob in brackets stands for one of these characters; type the key "
+                    f"once for each glob: {words}"
+                )
+            findings.add(f"{{}} glob of {prefix}{option} {UNMATCHED}", glob)
     return Listing(files, entries, findings)
 
 

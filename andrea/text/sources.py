@@ -22,7 +22,7 @@ from andrea.runtime.files import size_words
 from andrea.text.chat import ASSISTANT, ROLES, Turn
 from andrea.text.encodings import cut_at, whole_blocks
 from andrea.text.formats import Document, documents_of
-from andrea.text.listing import PASSING, Findings, Selection, list_python, list_text, selected
+from andrea.text.listing import PASSING, UNMATCHED, Findings, Selection, list_python, list_text, selected
 
 Split = Literal["train", "val"]
 Report = Callable[[str], None]  # shows one line to the user
@@ -30,7 +30,7 @@ Report = Callable[[str], None]  # shows one line to the user
 HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
 FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
 READER = 2  # changes with what is read of the same files, so that they are prepared again
-CHAT_READER, PAIR_READER = "chat 1", "pairs 1"  # the same for conversations
+CHAT_READER, PAIR_READER = "chat 1", "pairs 2"  # the same for conversations
 HELD_OUT_FILE = "held_out.jsonl"  # in a folder of conversations or below it: exactly these are held out
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 
@@ -140,6 +140,10 @@ class Source:
         self.usable_bytes = usable
         return usable
 
+    def unmatched(self) -> list[str]:
+        """A line for include or exclude if a glob matches no file: a mistake of this command, also where the text is prepared."""
+        return [line for line in self.unread.lines() if line.partition(":")[0].endswith(UNMATCHED)]
+
     def pieces(self, split: Split) -> Iterator[Piece]:
         """The split's text in a fixed order, in pieces of at most about PIECE_BYTES."""
         for document in self.documents_again():
@@ -191,12 +195,25 @@ class Source:
         return any(is_held_out_file(name) for name, *_ in self.listing)
 
     def held_out_twice(self) -> int:
-        """The number of conversations that stand in the file of those held out and in another file."""
+        """The number of conversations that stand in the file of those held out and in another file.
+
+        Raises UserError if there are none in one of them.
+        """
         if not (self.is_chat and self.has_held_out_file):
             return 0
         sides: dict[bool, set[bytes]] = {True: set(), False: set()}
         for document in self.documents_again():
             sides[self.is_held_out(document)].add(size_and_digest(document)[1])
+        if not sides[False]:
+            raise UserError(
+                f"{self.key}={self.root} has conversations in {HELD_OUT_FILE} alone, which are held out to validate on, and "
+                f"none to train on; add a file with these, or give {HELD_OUT_FILE} another name to train on nine tenths of it"
+            )
+        if not sides[True]:
+            raise UserError(
+                f"{self.key}={self.root} has no usable conversation in {HELD_OUT_FILE}, so that none is left to validate on; add "
+                f"some, or remove the file to hold a tenth of the others out"
+            )
         return len(sides[True] & sides[False])
 
     @cached_property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from andrea.model import GPT, initialise
 from andrea.text.chat import (
     ASSISTANT,
     END,
+    ROLES,
     SPECIAL,
     SYSTEM,
     USER,
@@ -208,6 +211,69 @@ def test_what_is_no_conversation_is_left_out_and_said(tmp_path: Path) -> None:
     assert "left out 1 (conversations in which the assistant says nothing)" in lines
     assert "left out 1 (conversations with the role 'tool')" in lines
     assert "left out 1 (documents that are no conversation)" in lines
+
+
+def with_half_a_pair(value: Any) -> list[Any]:
+    """Copies of a record, in each of which another text that the model would read holds half of a surrogate pair."""
+    if isinstance(value, str):
+        return [] if value in (*ROLES, "human", "gpt") else [value + "\ud800", "\udc00" + value]
+    places = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = [(place, other) for place, entry in places for other in with_half_a_pair(entry)]
+    if isinstance(value, dict):
+        return [value | {place: other} for place, other in changed]
+    return [[*value[:place], other, *value[place + 1 :]] for place, other in changed]
+
+
+PAIR_FORMS = [
+    {"prompt": "Hello", "chosen": "Good day", "rejected": "No"},
+    {
+        name: [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": name}]
+        for name in ("chosen", "rejected")
+    },
+    {"prompt": [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Hello"}]}
+    | {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")},
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "pairs"), [*((form, False) for form in PROMPT_FORMS), *((form, True) for form in PAIR_FORMS)]
+)
+def test_half_a_surrogate_pair_anywhere_in_a_record_leaves_it_out(tmp_path: Path, form: dict, pairs: bool) -> None:
+    good = [json.loads(json.dumps(form).replace("Hello", f"Hello {n}")) for n in range(12)]
+    bad = with_half_a_pair(form)
+    assert len(bad) >= 4
+    write_records(tmp_path / "a.jsonl", [*good, *bad])
+    data = DataConfig("chat", str(tmp_path / "a.jsonl"), {})
+    corpus = open_corpus(data, TokenizerConfig("byte", None, None), tmp_path / "data", (said := []).append, pairs)
+    left_out = [
+        int(n) for n in re.findall(r"left out (\d+) \(", "\n".join(said))
+    ]  # also as a pair that begins differently
+    assert sum(left_out) == len(bad) and "(unreadable or not valid UTF-8)" in "\n".join(said)
+    (source,) = corpus.sources
+    read = sum(int((stream[:] == BYTES.end_of_text).sum()) for stream in (source.train, source.val))
+    assert read == len(good) * (1 + pairs)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"held_out": 5}, "none to train on; add a file with these, or give held_out.jsonl another name"),
+        ({"held_out": 5, "train": 0}, "none to train on; add a file with these, or give held_out.jsonl another name"),
+        ({"held_out": 0, "train": 5}, "none is left to validate on; add some, or remove the file"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_a_side_without_conversations_is_named_with_what_to_do(
+    tmp_path: Path, files: dict[str, int], said: str, tokenizer: str
+) -> None:
+    (tmp_path / "talk").mkdir()
+    for name, count in files.items():
+        records = [{"prompt": f"{name} {n}", "response": f"{n}"} for n in range(count)]
+        write_records(tmp_path / "talk" / f"{name}.jsonl", records or [{"id": 1}])
+    data = DataConfig("chat", str(tmp_path / "talk"), {})
+    vocabulary = TokenizerConfig(tokenizer, 300 if tokenizer == "bpe" else None, None)
+    with pytest.raises(UserError, match=re.escape(said)):
+        open_corpus(data, vocabulary, tmp_path / "data", lambda line: None)
 
 
 def test_a_held_out_file_may_be_in_a_folder_and_what_is_in_both_is_said(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ import gzip
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from reading import folder_of, read
 
+from andrea.config import DataConfig, TokenizerConfig, UserError
+from andrea.text.corpus import open_corpus
 from andrea.text.listing import matches, pattern_of
 
 IGNORED = """# comment
@@ -50,6 +53,33 @@ def test_a_glob_with_many_stars_ends(tmp_path: Path) -> None:
     start = time.monotonic()
     assert not matches([pattern_of("*a" * 40 + "b")], "a" * 250)
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+@pytest.mark.parametrize("glob", ["[b.txt]", "['b.txt', c.txt]", "[nothing]"])
+def test_a_list_in_place_of_a_glob_is_refused_with_the_words_to_type(tmp_path: Path, option: str, glob: str) -> None:
+    folder_of(tmp_path, {name: b"some text" for name in ("a.txt", "b.txt", "c.txt")})
+    with pytest.raises(UserError, match=f"data.{option}=.* once for each glob: ") as refused:
+        read(tmp_path, **{option: (glob,)})
+    typed = str(refused.value).rpartition("each glob: ")[2]
+    expected = [part.strip("[]' ") for part in glob.split(",")]
+    assert typed == " ".join(f"data.{option}={part}" for part in expected)
+
+
+def test_a_class_of_characters_that_matches_stays_a_glob(tmp_path: Path) -> None:
+    folder_of(tmp_path, {name: name.encode() * 9 for name in ("a", "b", "cc")})
+    assert read(tmp_path, exclude=("[ab]",))[0] == ["cc" * 9]
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_glob_that_matches_nothing_is_told_also_where_the_text_is_prepared(tmp_path: Path, option: str) -> None:
+    root = folder_of(tmp_path / "text", {f"{n}.txt": b"some text %d" % n * 20 for n in range(4)})
+    globs = ["*.txt", "absent.md"] if option == "include" else ["absent.md"]
+    data = replace(DataConfig("text", str(root), {}), **{option: globs})
+    for is_prepared in (False, True):
+        open_corpus(data, TokenizerConfig("byte", None, None), tmp_path / "data", (said := []).append)
+        assert f"text: 1 glob of data.{option} matched no text file: absent.md" in said
+        assert is_prepared == (not any("prepared" in line for line in said))
 
 
 def test_what_we_wrote_ourselves_is_never_text(tmp_path: Path) -> None:
