@@ -22,8 +22,7 @@ import torch
 from common import ROOT, machine
 from torch.nn import functional
 
-from andrea.attention.implementations.native import SOURCE as ATTEND
-from andrea.attention.implementations.native import reason_without_library
+from andrea.attention.implementations.native import SOURCES, reason_without_library
 from andrea.generation.packing import SOURCE as DECODE
 from andrea.generation.packing import Int8Linear, NativeLinear, library
 from andrea.runtime.native import REASONS
@@ -40,7 +39,8 @@ def main() -> None:
     show("versions", f"Python {about['python']} · torch {about['torch']} · {about['threads']} threads")
     show("MPS", "yes" if torch.backends.mps.is_available() else "no")
     show(DECODE.name, "compiled" if library() is not None else REASONS[DECODE])
-    show(ATTEND.name, reason_without_library() or "compiled")
+    for dtype, source in SOURCES.items():
+        show(source.name, reason_without_library(dtype) or "compiled")
     show(LOSS.name, "compiled" if has_native_library() else REASONS.get(LOSS, "for processors with AVX512-BF16 only"))
     if library() is not None:
         for dtype in (torch.float32, torch.bfloat16):

@@ -49,7 +49,12 @@ class Question:
 def held_out_modules() -> list[str]:
     """The text of each held-out module of the running Python, in a fixed order."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    return list(Source("pystdlib", "pystdlib", library).documents("val"))
+    modules: list[str] = []
+    for piece in Source("pystdlib", "pystdlib", library).pieces("val"):
+        if piece.begins_document:
+            modules.append("")
+        modules[-1] += piece.text
+    return modules
 
 
 # ------------------------------------------------------------------------------------------------ names and brackets

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import ROOT, machine
+from torch import Tensor
 
 from andrea.api.command_line import configure
 from andrea.config import RunConfig
@@ -25,7 +26,7 @@ from andrea.model.transfer import Transfer
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader, validation_batches
 from andrea.training.evaluation import summary, sums_over
-from andrea.training.loss.loss import loss_sum
+from andrea.training.loss.loss import loss_sum_from_hidden
 from andrea.training.optimizer import Optimizer, rate_at
 from andrea.training.parallel.ranks import Parallel
 
@@ -77,7 +78,7 @@ def train(run: RunConfig, corpus: Corpus, seed: int) -> float:
     loader = Loader(corpus.sources, SEQUENCE_LENGTH, seed)
     for step in range(STEPS):
         tokens, targets = loader.batch(step * SEQUENCES_PER_STEP, SEQUENCES_PER_STEP)
-        loss = loss_sum(model, tokens, targets) / tokens.numel()
+        loss = loss_sum_from_hidden(model, model(tokens), targets) / tokens.numel()
         loss.backward()
         finite = torch.isfinite(optimizer.clip()) & torch.isfinite(loss)
         if not finite:
@@ -87,7 +88,11 @@ def train(run: RunConfig, corpus: Corpus, seed: int) -> float:
     batches = validation_batches(corpus.sources[0].val, SEQUENCE_LENGTH, 64, VALIDATION_TOKENS)
     bytes_of_token = torch.from_numpy(corpus.tokenizer.byte_lengths())
     with torch.no_grad():
-        sums = sums_over(batches, lambda *batch: loss_sum(model, *batch), bytes_of_token, torch.device("cpu"))
+
+        def loss_sum(tokens: Tensor, targets: Tensor) -> Tensor:
+            return loss_sum_from_hidden(model, model(tokens), targets)
+
+        sums = sums_over(batches, loss_sum, bytes_of_token, torch.device("cpu"))
     return summary(*sums)["loss"]
 
 

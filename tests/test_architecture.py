@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -159,6 +160,18 @@ def test_lines_end_at_a_newline_alone(path: Path) -> None:
     """str.splitlines also splits at U+2028, U+0085 and others, which a text may hold: use runtime.files.lines_of."""
     called = {node.attr for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
     assert not called & {"splitlines", "readlines"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)
+def test_what_bench_imports_from_us_exists(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "andrea":
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                is_module = (
+                    importlib.util.find_spec(f"{node.module}.{name.name}") if hasattr(module, "__path__") else None
+                )
+                assert hasattr(module, name.name) or is_module, f"{node.module} has no {name.name}"
 
 
 def test_the_scripts_are_shells() -> None:
