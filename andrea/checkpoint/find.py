@@ -152,6 +152,10 @@ def folder_named_by(path: Path) -> Path | None:
     return path.parent / best if best else None
 
 
+def looks_written_by_a_run(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for name in ("checkpoints", "manifest.json"))
+
+
 def locate(
     requested: str | None,
     runs_dir: Path,
@@ -173,7 +177,10 @@ def locate(
                 f"{typed_words(runs_dir=runs_dir)}`, or name one with {key}=…"
             )
     else:
-        run = next(filter(None, map(folder_named_by, (Path(requested).expanduser(), Path(runs_dir) / requested))), None)
+        places = map(folder_named_by, (Path(requested).expanduser(), Path(runs_dir) / requested))
+        folders = [folder for folder in places if folder is not None]
+        # A run may have the name of another folder here, such as that of its text.
+        run = next(filter(looks_written_by_a_run, folders), folders[0] if folders else None)
         if run is None:
             names = [path.name for path in runs_of(runs_dir)]
             raise UserError(

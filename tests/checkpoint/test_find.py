@@ -61,6 +61,21 @@ def test_a_run_and_its_best_checkpoint_are_named_in_many_ways(tmp_path: Path, mo
         locate("/best", tmp_path / "runs")
 
 
+def test_a_run_is_found_by_its_name_beside_another_folder_of_this_name(tmp_path: Path, monkeypatch) -> None:
+    """A run is often called as its text. A run or checkpoint in the folder of the name comes before one under runs_dir."""
+    write(tmp_path / "runs" / "letters", 4)
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "a.txt").write_text("Dear friend")
+    monkeypatch.chdir(tmp_path)
+    for newest in (False, True):
+        assert locate("letters", Path("runs"), newest=newest).step == 4
+    write(tmp_path / "letters", 9)
+    assert locate("letters", Path("runs")).step == 9
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="other is not a complete checkpoint"):
+        locate("other", Path("runs"))
+
+
 def test_a_missing_checkpoint_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint under"):
         locate(None, tmp_path)

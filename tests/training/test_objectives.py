@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -390,6 +391,28 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind: str, learned: Pat
     assert subprocess.run([sys.executable, str(ROOT / "train.py"), *given], env=environment).returncode == 0
     assert_equal(learned, kind, f"{kind}-killed")
     assert records_of(learned, kind) == records_of(learned, f"{kind}-killed")
+
+
+@pytest.mark.parametrize("kind", ["next_token", "dpo"])
+def test_a_run_without_a_checkpoint_begins_again_from_its_model_and_never_from_random_weights(
+    kind: str, place: Path
+) -> None:
+    name, run = f"name=early-{kind}", place / "runs" / f"early-{kind}"
+    given, places = words(place, kind, "train.steps=2", name), [f"{of}_dir={place / of}" for of in ("runs", "data")]
+    assert main(["train", *given]) == 0
+    before, records = load_file(checkpoints_of(run)[-1] / "model.safetensors"), records_of(place, run.name)
+    shutil.rmtree(run / "checkpoints")  # what is there if it is killed early
+    with pytest.raises(
+        UserError, match=r"has no checkpoint yet; type the command .* with init_from=.*talker.*step-00000060"
+    ):
+        main(["train", name, "resume=auto", *places])
+    shutil.copytree(place / "runs" / "talker", place / "runs" / f"other-{kind}")
+    other = [word for word in given if not word.startswith("init_from=")]
+    with pytest.raises(UserError, match="exists; continue it with resume=auto"):
+        main(["train", *other, f"init_from={place / 'runs' / f'other-{kind}'}"])
+    assert main(["train", *given]) == 0
+    after = load_file(checkpoints_of(run)[-1] / "model.safetensors")
+    assert all(torch.equal(before[key], after[key]) for key in before) and records == records_of(place, run.name)
 
 
 @pytest.mark.slow

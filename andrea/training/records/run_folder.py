@@ -260,7 +260,8 @@ class RunFolder(Logger):
 def new_run_folder(config: RunConfig) -> Path:
     """The folder of a new run. Raises UserError if the folder holds another run, or files of other programs.
 
-    With resume=auto, or after a restart by torchrun, a run without a checkpoint may start again in its folder.
+    With resume=auto, after a restart by torchrun, or from the same init_from, a run without a checkpoint may start again in its
+    folder.
     """
     began = torchrun.recorded_run_folder()
     if began and is_run_folder(began) and not checkpoints_of(began):
@@ -272,7 +273,8 @@ def new_run_folder(config: RunConfig) -> Path:
         if is_free(folder):
             return folder
     killed_early = is_run_folder(folder) and not checkpoints_of(folder)
-    if killed_early and (config.resume == "auto" or torchrun.is_restart()):
+    is_same = config.init_from is not None and mark_of(folder).get("init_from") == str(config.init_from)
+    if killed_early and (config.resume == "auto" or torchrun.is_restart() or is_same):
         return folder
     if is_run_folder(folder):
         raise UserError(f"name={name}: {folder} exists; continue it with resume=auto, or choose another name")
