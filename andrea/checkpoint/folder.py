@@ -72,7 +72,8 @@ class Checkpoint:
         return {name: reader.read(name) for name in reader.names if "/" not in name}
 
     def open_results(self) -> tuple[TensorReader, dict[str, str]]:
-        """A reader, and the name under which the files hold the result of each weight. Raises Damaged."""
+        """A reader, and the name under which the files hold the result of each weight: its running average, if the run kept
+        one (`optimizer.average_half_life`), else the weight itself. Raises Damaged."""
         reader = self.open_tensors(with_optimizer=self.is_sharded or (self.path / "optimizer.safetensors").exists())
         names = {name: f"{name}/{AVERAGE}" for name in reader.names if "/" not in name}
         return reader, {name: average if average in reader.parts else name for name, average in names.items()}
