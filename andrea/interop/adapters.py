@@ -36,6 +36,7 @@ from andrea.interop.proof import OtherProgram, Target
 from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
 from andrea.model.lora import ALPHA, A, B
+from andrea.runtime.program import typed_command, typed_words
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, OF_A, OF_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -202,9 +203,12 @@ def base_of(folder: Path) -> Path:
     path = Path(readable_path("base_model_name_or_path", named)).expanduser()
     found = next((each for each in (path, folder.resolve().parent / path.name) if (each / CONFIG).is_file()), None)
     if found is None or is_adapter(found):
+        ours = named.removesuffix("-hf")  # of `base_name`
+        makes = f"{typed_command('export')} {typed_words(checkpoint=ours)}"
+        fetches = f"hf download {named} --local-dir {named}"
         raise UserError(
             f"base_model_name_or_path={named} of {folder / ADAPTER_CONFIG} is not the folder of a model; write the path of the "
-            f"base's export there, or fetch it: hf download {named} --local-dir {named}"
+            f"base's export there, or {f'make it: {makes}' if ours != named and '/' not in named else f'fetch it: {fetches}'}"
         )
     return found
 

@@ -305,6 +305,18 @@ def test_hostile_weights_are_refused(made: Adapter, tmp_path: Path, capsys) -> N
     assert "is not the folder of a model" in refused(folder, tmp_path / "in", capsys)
 
 
+@pytest.mark.parametrize(
+    ("named", "remedy"),
+    [("mine-hf", "export checkpoint=mine"), ("org/mine-hf", "hf download org/mine-hf"), ("gpt2", "hf download gpt2")],
+)
+def test_a_base_that_is_not_there_is_named_with_the_command_that_makes_it(
+    made: Adapter, tmp_path: Path, capsys, named: str, remedy: str
+) -> None:
+    folder, _ = made()
+    change_config(folder, base_model_name_or_path=named)
+    assert remedy in refused(folder, tmp_path / "in", capsys)
+
+
 def test_init_from_refuses_them_too(made: Adapter, tiny_run) -> None:
     folder, _ = made()
     change_config(folder, use_dora=True)
