@@ -4,6 +4,7 @@
     python bench/kill.py --lives 300 --warm
     python bench/kill.py --lives 10 --cold compile=on
     python bench/kill.py --lives 60 --ranks 2 --warm parallel=fsdp precision=fp32
+    python bench/kill.py --lives 30 --warm --from-base dpo
 
 A life is one command that something ends, at a moment drawn over the whole processor time of the uninterrupted
 command: SIGKILL, SIGTERM, SIGHUP, a standard output whose reader ends, or a full disk. Half of the lives wait for a short
@@ -14,6 +15,9 @@ uninterrupted run: text, weights, optimizer state, records but for timings, samp
 drawn from the ranks and torchrun gets the signal, and torchrun may restart its ranks. With --warm, the commands are
 forks of a process that has loaded torch: they take a fifth of the time, but none of them ends during the imports.
 
+With --from-base, a base model is trained first, and the run begins from its weights, on conversations (chat), on pairs (dpo) or
+with rewards (grpo). Until it has a checkpoint it is started with init_from, and then with `name=a resume=auto` alone.
+
 The words after the options go to train.py. The record holds the state: a command with --at-most ends after so many
 lives, and the same command goes on. The disk is a small tmpfs, which needs the right to mount; without it no disk gets
 full. Exit code 1 if any run ends differently, prints a traceback, exits with a code that does not belong to its end, or
@@ -23,6 +27,7 @@ loses or damages a checkpoint that it had.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -50,6 +55,12 @@ TINY = [
     "train.micro_batch=2", "train.steps=16", "train.log_every=1", "train.eval_every=4", "train.save_every=2",
     "train.sample_tokens=8", "train.keep=100", "compile=off", "name=a", "resume=auto",
 ]  # fmt: skip
+RATES = [f"optimizer.{kind}learning_rate=0.01" for kind in ("", "embedding_", "matrix_")]
+TUNED = {  # by --from-base: what the base model learns, and what the run that begins from it learns
+    "chat": (["data=text"], ["data=chat"]),
+    "dpo": (["data=chat"], ["data=chat", "objective=dpo"]),
+    "grpo": (["data=chat"], ["data=chat", "objective=grpo"]),
+}
 TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes", "checkpoint"}
 DISK_BYTES = {"eager": 64 << 20, "compiled": 1 << 30}  # the precompiled headers of torch.compile take 156 MB each
 MOST_LIVES = 8  # of one run; its next command is left alone
@@ -64,6 +75,9 @@ def outcome(setting: Setting) -> dict[str, Any]:
     state = json.loads((last / "state.json").read_text())
     config = {group: value for group, value in state["config"].items() if group not in ("runs_dir", "data_dir")}
     config["data"] = config["data"] | {"path": None}
+    if setting.later:  # what the first command types and the later ones do not belongs to the command, not to the run
+        config = json.loads(json.dumps(config | {"init_from": None, "resume": None}).replace(str(setting.disk), "DISK"))
+        state["left_auto"] = [key for key in state["left_auto"] if key != "resume"]
     return {
         "text": {path.name: file_sha256(path) for path in sorted(prepared.iterdir()) if path.suffix != ".json"},
         "files": {path.name: file_sha256(path) for path in sorted(last.glob("*.safetensors"))},
@@ -98,6 +112,39 @@ def make_disk(setting: Setting, cold: bool) -> None:
         for name in ("bisect.py", "heapq.py", "copy.py"):
             (text / name).write_bytes((Path(sysconfig.get_paths()["stdlib"]) / name).read_bytes()[:7000])
             os.utime(text / name, (0, 0))  # the time is part of the prepared folder's name
+        write_conversations(setting.disk)
+
+
+def write_conversations(disk: Path) -> None:
+    """The folders `talk` and `pairs`: questions that are answered with a letter, and pairs of which `a` is the better answer."""
+    letters = "abcd"
+    for n in range(100, 180):
+        asked, answer = {"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": letters[n * 7 % 11 % 4]}
+        pair = {"prompt": f"{n}?", "chosen": "a", "rejected": letters[1 + n % 3]}
+        for folder, record in (("talk", {"messages": [asked, answer]}), ("pairs", pair)):
+            (disk / folder).mkdir(exist_ok=True)
+            with open(disk / folder / ("train.jsonl" if n < 164 else "held_out.jsonl"), "a") as file:
+                file.write(json.dumps(record) + "\n")
+    for path in disk.glob("*/*.jsonl"):
+        os.utime(path, (0, 0))
+
+
+def make_base(setting: Setting, kind: str) -> None:
+    """The model that the runs begin from. Nothing ends its run."""
+    make_disk(setting, cold=False)
+    places = [f"runs_dir={setting.disk}/base", f"data_dir={setting.disk}/base-data"]
+    data = f"data.path={setting.disk}/{'text' if kind == 'chat' else 'talk'}"
+    own = [*TUNED[kind][0], *RATES, data, "name=base", "train.steps=60", "train.save_every=60", "train.eval_every=60"]
+    words = [*places, *own, *without(TINY, [*own, "resume="])]
+    command = Command(dataclasses.replace(setting, words=words, later=()), has_reader=False)
+    if code := command.ended():
+        raise SystemExit(f"the base model's run exits with {code}: {setting.errors.read_text()}")
+
+
+def without(words: list[str], given: list[str]) -> list[str]:
+    """The words of which no key is in `given`."""
+    keys = {word.split("=")[0] for word in given}
+    return [word for word in words if word.split("=")[0] not in keys]
 
 
 def uninterrupted(setting: Setting, cold: bool) -> dict[str, Any]:
@@ -163,7 +210,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="each run begins with empty caches of compiled code")
     parser.add_argument("--warm", action="store_true", help="commands are forks of one process, without torchrun")
-    parser.add_argument("--output", type=Path, help="default: bench/results/kill.json, kill-ranks.json")
+    parser.add_argument("--from-base", choices=TUNED, help="begin from a trained model, and learn this")
+    parser.add_argument("--output", type=Path, help="default: bench/results/kill.json, kill-ranks, kill-objectives")
     parser.add_argument("words", nargs="*", help="key=value for train.py")
     return parser.parse_args()
 
@@ -174,32 +222,46 @@ def make_setting(disk: Path, chosen: argparse.Namespace) -> Setting:
     size = DISK_BYTES["compiled" if any(word.startswith("compile=") for word in chosen.words) else "eager"]
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(disk)]
     is_own = "ANDREA_OWN_DISK" in os.environ and not subprocess.run(mount, stderr=subprocess.DEVNULL).returncode
-    places = [f"runs_dir={disk}/runs", f"data_dir={disk}/data", f"data.path={disk}/text"]
-    given = {word.split("=")[0] for word in chosen.words}
-    words = [*places, *(word for word in TINY if word.split("=")[0] not in given), *chosen.words]
-    return Setting(words, disk, [kind for kind in ENDINGS if is_own or kind != "full disk"], chosen.ranks, chosen.warm)
+    kinds = [kind for kind in ENDINGS if is_own or kind != "full disk"]
+    places, kind = [f"runs_dir={disk}/runs", f"data_dir={disk}/data"], chosen.from_base
+    if kind is None:
+        words = [*places, f"data.path={disk}/text", *without(TINY, chosen.words), *chosen.words]
+        return Setting(words, disk, kinds, chosen.ranks, chosen.warm)
+    data = f"data.path={disk}/{'pairs' if kind == 'dpo' else 'talk'}"
+    own = [*TUNED[kind][1], *without([*RATES, "train.tokens_per_step=256"], chosen.words), *chosen.words]
+    others = without([word for word in TINY if not word.startswith(("model.", "tokenizer"))], [*own, "resume="])
+    words = [*places, f"init_from={disk}/base/base", data, *others, *own]
+    return Setting(
+        words, disk, kinds, chosen.ranks, chosen.warm, later=(*places, "name=a", "resume=auto", "compile=off")
+    )
 
 
 def main() -> None:
     chosen = arguments()
     with_own_disk()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the commands inherit it, and nohup would have it ignored
-    name = "kill" if chosen.ranks == 1 else "kill-ranks"
+    base = chosen.from_base
+    name = "kill-objectives" if base else "kill" if chosen.ranks == 1 else "kill-ranks"
     output = chosen.output or ROOT / "bench" / "results" / f"{name}.json"
     about = {key: getattr(chosen, key) for key in ("words", "ranks", "seed", "cold", "warm")}
-    earlier = json.loads(output.read_text()) if output.exists() else {}
+    record = json.loads(output.read_text()) if output.exists() else {}
+    others = {kind: record[kind] for kind in TUNED if base and kind in record}  # one record holds all of --from-base
+    earlier = others.get(base, {}) if base else record
     if any(earlier.get(key) != value for key, value in about.items()):
         earlier = {}
     runs: list[dict[str, Any]] = earlier.get("rows", [])
     most = min(chosen.lives, summary_of(runs)["lives"] + chosen.at_most)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         setting = make_setting(Path(folder) / "disk", chosen)
+        if base:
+            make_base(setting, base)
         reference = earlier.get("reference") or uninterrupted(setting, chosen.cold)
         while summary_of(runs)["lives"] < most:
             run = lived_run(setting, chosen.cold, reference, random.Random(f"{chosen.seed} {len(runs)}"))
             show(len(runs), run)
             runs.append(run)
-            write_record(output, name, "cpu", {**about, **summary_of(runs), "reference": reference, "rows": runs})
+            told = {**about, **summary_of(runs), "reference": reference, "rows": runs}
+            write_record(output, name, "cpu", {**others, base: told} if base else told)
         subprocess.run(["umount", "--lazy", str(setting.disk)], stderr=subprocess.DEVNULL)
     summary = summary_of(runs)
     print(json.dumps(summary))

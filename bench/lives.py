@@ -50,6 +50,7 @@ WAIT_WEIGHTS = {None: 10, "text being prepared": 3, "a save": 4, "the last check
 class Setting:
     """What all lives of one call share. words: of the command. disk: the folder of everything that it writes.
 
+    later: what is typed in their place once the run has a checkpoint; empty: the same words.
     kinds: the manners of ending that are possible here. ranks: 1 for a command without torchrun. warm: whether commands are
     forks of this process; ranks then run without torchrun.
     """
@@ -59,6 +60,11 @@ class Setting:
     kinds: list[str]
     ranks: int
     warm: bool
+    later: tuple[str, ...] = ()
+
+    @property
+    def typed(self) -> list[str]:
+        return list(self.later) if self.later and checkpoints_of(self.run) else self.words
 
     @property
     def run(self) -> Path:
@@ -200,7 +206,7 @@ class ForkedRanks:
 
 def forked(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> Process:
     """The command as a fork of this process, or one for each rank."""
-    given = setting.words, stdout, stderr, environment, lambda: tell(setting.doing)
+    given = setting.typed, stdout, stderr, environment, lambda: tell(setting.doing)
     return ForkedTrain(*given) if setting.ranks == 1 else ForkedRanks(setting.ranks, *given)
 
 
@@ -222,7 +228,7 @@ def tell(path: Path) -> None:
 def started(setting: Setting, stdout: Any, stderr: Any, environment: dict[str, str]) -> Process:
     """The command as a new process."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}", "--max-restarts=3"]
-    command = [sys.executable, *(torchrun if setting.ranks > 1 else []), str(ROOT / "train.py"), *setting.words]
+    command = [sys.executable, *(torchrun if setting.ranks > 1 else []), str(ROOT / "train.py"), *setting.typed]
     streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
     return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **streams)
 
