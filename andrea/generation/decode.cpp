@@ -1,10 +1,10 @@
 // Decoding on a CPU: the operations of one new token. Each operation reads its weights, or its part of the cache, once.
 //
 // n_row rows of n_in numbers become rows of n_out numbers. A row is computed the same way, bit for bit, whatever rows are
-// computed with it. Activations are fp32 or bf16; bf16 is the upper half of the bits
-// of an fp32. All sums are fp32 or exact integers. The code is plain C++ with GCC's vector types, which the compiler maps to
-// the processor's vectors. Tests compare these kernels with torch's linear and rms_norm, `Int8Linear.readable` and
-// MultiHeadAttention.forward.
+// computed with it. Activations are fp32 or bf16; bf16 is the upper half of the bits of an fp32. All sums are fp32 or exact
+// integers. The code is C++ with GCC's vector types, which the compiler maps to the processor's vectors; where a processor has
+// instructions that the compiler does not find, they are called by name. Tests compare these kernels with torch's linear and
+// rms_norm, `Int8Linear.readable` and MultiHeadAttention.forward.
 
 #include <algorithm>
 #include <cmath>
@@ -404,7 +404,8 @@ __attribute__((always_inline)) inline V sums_of_each(const V* v) {
 
 // The products of weight row o and row r, of n_byte bytes each, are number 4 r + o of `totals`.
 template <typename Kind, int64_t R, bool ONE_BY_ONE>
-__attribute__((always_inline)) inline void square(const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
+__attribute__((always_inline)) inline void square(
+    const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
     constexpr int64_t TOGETHER = ONE_BY_ONE ? 1 : OUTPUTS;
     typename Kind::Sums kept[16] = {};
 #pragma GCC unroll 4

@@ -109,8 +109,8 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 # The longest row for the int8 kernel: a sum of this many products of a byte and an int8 fits 32 bits.
 LONGEST_SUM = 2**31 // (127 * 255)
-# Up to this number of rows our kernels are faster than torch's, by the type of the rows: with AVX2 alone, and with products of
-# bf16, where this number of rows in fp32 is up to three times as large.
+# Up to this number of rows our kernels are faster than torch's, by the type of the rows: measured on a processor with AVX512-bf16,
+# with these instructions and held to AVX2 (bench/README.md).
 FEW_ROWS = {torch.float32: 16, torch.bfloat16: 64}
 
 
