@@ -144,9 +144,12 @@ def score_parts(
     if not projection.is_bilinear():
         return None
     groups = [head * projection.n_kv_head // model.config.n_head for head in heads]
+    heads = list(heads)
     rows = [projection.rows(projection.norm(part)) for part in parts[: layer + 1]]
     rows.append(tuple(each.sum(0, keepdim=True) for each in projection.rows(projection.biases(), has_bias=True)))
-    return ScoreParts(*(torch.cat([each[:, of] for each in side]) for side, of in zip(zip(*rows), (heads, groups))))
+    return ScoreParts(
+        query=torch.cat([query[:, heads] for query, _ in rows]), key=torch.cat([key[:, groups] for _, key in rows])
+    )
 
 
 class FrozenProjection:
@@ -215,7 +218,9 @@ class FrozenProjection:
         """Rows of queries and keys -> those whose dot products are the parts of the scores."""
         function = self.attention.compatibility
         if type(function) is Cosine:  # the lengths of the whole vectors are frozen, like the scale of a norm
-            return function.sharpness(query) * query * one_over_length(self.normed[0]), key * one_over_length(self.normed[1])
+            return function.sharpness(query) * query * one_over_length(self.normed[0]), key * one_over_length(
+                self.normed[1]
+            )
         return function.lowered(query, key)
 
     def is_bilinear(self) -> bool:
@@ -227,7 +232,9 @@ class FrozenProjection:
         rest = [whole - part for whole, part in zip(self.normed, some, strict=True)]
         whole, some, rest = self.lowered(*self.normed), self.lowered(*some), self.lowered(*rest)
         tolerance = [LARGEST_ROUNDING * each.abs().max() for each in whole]
-        return all(bool(((a + b - c).abs() <= most).all()) for a, b, c, most in zip(some, rest, whole, tolerance, strict=True))
+        return all(
+            bool(((a + b - c).abs() <= most).all()) for a, b, c, most in zip(some, rest, whole, tolerance, strict=True)
+        )
 
 
 LARGEST_ROUNDING = 1e-4  # of a sum of two vectors in fp32, relative to the largest number
@@ -299,23 +306,27 @@ def head_effects(model: GPT, layers: Sequence[LayerTrace], parts: Sequence[Tenso
     """How much each head of `layer` reads from each head before it: (3, earlier heads, H), for its query, key and value.
 
     Path patching (Wang et al. 2022, arXiv 2211.00593, section 3.1; Goldowsky-Dill et al. 2023, arXiv 2304.05969): what the earlier
-    head writes is taken from the stream that the later head's queries alone read, or its keys, or its values. Norms are
-    computed anew. The effect is the length of the change of what the later head writes, over the length of what it writes,
-    with the vectors of all positions as one. The gate of the later head stays as it is.
+    head writes is taken from the stream that the later head's queries alone read, or its keys, or its values. The norm of the
+    stream keeps its scale: with a new one, a head that writes long vectors would seem to be read by all. What follows is
+    computed as by the model. The effect is the length of the change of what the later head writes, over the length of what
+    it writes, with the vectors of all positions as one. The gate of the later head stays as it is.
     """
     block, trace = model.blocks[layer], layers[layer]
     attention, shared = block.attention, trace.shared
     weight = output_by_head(attention)
     gram = weight.mT @ weight  # (H, D, D): |W_O z|² = zᵀ gram z
-    *whole, function = attention.project(block.attention_norm(trace.before), shared=shared)
+    normed, norm = block.attention_norm(trace.before), FrozenNorm.at(block.attention_norm, trace.before[0])
+    *whole, function = attention.project(normed, shared=shared)
     at_once = max(1, CELLS_AT_ONCE // (model.config.n_head * trace.before.shape[1] ** 2))
     effects = []
     for some in torch.cat([part[: model.config.n_head] for part in parts[1 : layer + 1]]).split(at_once):
-        without = attention.project(block.attention_norm(trace.before - some), shared=shared)[:3]
+        without = attention.project(normed - norm(some), shared=shared)[:3]
         for kind in range(len(KINDS)):
             patched = [without[each] if each == kind else whole[each].expand_as(without[each]) for each in range(3)]
             retrieved = attend_as(attention, *patched, function, shared).output
-            change = attention.finish(retrieved, patched[2], trace.gate) - trace.written  # (some earlier heads, H, T, D)
+            change = (
+                attention.finish(retrieved, patched[2], trace.gate) - trace.written
+            )  # (some earlier heads, H, T, D)
             effects.append(torch.einsum("shtd,hde,shte->sh", change, gram, change))
     by_kind = torch.stack([torch.cat(effects[kind :: len(KINDS)]) for kind in range(len(KINDS))])
     length = torch.einsum("bhtd,hde,bhte->h", trace.written, gram, trace.written)
