@@ -394,6 +394,7 @@ class LensPage:
             **model_facts(self.model, self.measurements.tokens),
             "value_parts": list(self.measurements.layers[0].value_parts),
             "detail": self.detail,
+            "logit_softcap": self.model.config.logit_softcap,
             "parts": [[part.kind, part.layer, part.head] for part in parts_of(self.model)],
             "mixed": self.model.config.qkv_convolution or 1,
             "layouts": layouts,

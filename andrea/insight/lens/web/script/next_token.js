@@ -22,6 +22,7 @@ function writeNext() {
     titles,
     predictions(head, i).map((prediction) => predictionRow(i, prediction)),
   );
+  writeDirect(i);
   writeEffects(i);
 }
 

@@ -2,7 +2,7 @@
 
 const reads = facts.layouts.reads ? unpack("reads", facts.layouts.reads) : null; // the strongest first
 const READ_KINDS = ["query", "key", "value"];
-const SHOWN_READS = 16;
+const SHOWN_READS = 6; // of each kind
 const LEAST_READ = 0.02; // of what the reading head writes
 
 function writeReads() {
@@ -38,7 +38,8 @@ function allReads() {
 function shownReads() {
   const isOfHead = ({ source, reader }) => source === state.head || reader === state.head;
   const chosen = allReads().filter((read) => read.effect >= LEAST_READ && (!state.onlyHead || isOfHead(read)));
-  return chosen.slice(0, SHOWN_READS);
+  const strongest = READ_KINDS.flatMap((kind) => chosen.filter((read) => read.kind === kind).slice(0, SHOWN_READS));
+  return strongest.sort((one, other) => other.effect - one.effect);
 }
 
 function headButton(n) {
@@ -46,22 +47,33 @@ function headButton(n) {
   return [newButton(() => select({ head: n }), labelOf(n)), span("muted small", ` ${names.join(", ")}`)];
 }
 
-// The induction circuit, where the named heads form it.
+// A head's score for a pattern: on this prompt, or on the fixed text where it is higher.
+function scoreOfHead(n, score) {
+  return Math.max(facts.heads[n].prompt[score] ?? 0, facts.heads[n].probe[score] ?? 0);
+}
+
+// The induction circuit: the head with the highest induction score, and the head from which it reads most in its key.
 function circuitInWords() {
-  const hasName = (n, score) => namesOf(n).some((name) => name.score === score);
-  const inducing = facts.heads.map((_, n) => n).filter((n) => hasName(n, "induction"));
-  if (!inducing.length) return ["No head of this model has the name induction, so there is no induction circuit to show."];
-  const circuit = allReads().find(({ source, reader, kind }) => kind === "key" && hasName(source, "previous_token") && hasName(reader, "induction"));
-  if (circuit && circuit.effect >= LEAST_READ) {
-    return [
-      newElement("b", {}, "Induction circuit: "),
-      "head ", headButton(circuit.source),
-      " writes each token's predecessor, and head ", headButton(circuit.reader),
-      ` reads it in its key: without it, ${formatPercent(circuit.effect)} of what head ${labelOf(circuit.reader)} writes changes.`,
-    ];
+  const threshold = (score) => facts.names.find((name) => name.score === score).threshold;
+  const inducing = facts.heads.map((_, n) => n).filter((n) => scoreOfHead(n, "induction") >= threshold("induction"));
+  if (!inducing.length) return ["No head attends by induction, neither on this prompt nor on the fixed texts."];
+  const score = (n) => span("muted num", ` ${formatScore(scoreOfHead(n, "induction"), 2)}`);
+  const keys = allReads().filter(({ reader, kind, effect }) => kind === "key" && inducing.includes(reader) && effect >= LEAST_READ);
+  const circuit = keys.find(({ source }) => scoreOfHead(source, "previous_token") >= threshold("previous_token"));
+  if (!circuit) {
+    const alone = facts.convolution ? " The convolution over its keys can do the work of such a head." : "";
+    const heads = inducing.flatMap((n) => [" ", headButton(n), score(n)]);
+    return ["Induction:", ...heads, `. No head reads from a previous-token head in its key.${alone}`];
   }
-  const alone = facts.convolution ? " Its convolution over the keys can do the work of such a head." : "";
-  return [`Head ${inducing.map(labelOf).join(", ")} has the name induction, but reads from no previous-token head in its key.${alone}`];
+  const { source, reader, effect } = circuit;
+  return [
+    newElement("b", {}, "Induction circuit: "),
+    "head ",
+    headButton(source),
+    " looks at the previous token and writes it down; head ",
+    headButton(reader),
+    ` reads that in its key, and so finds what followed an earlier copy. Without it, ${formatPercent(effect)} of what head ${labelOf(reader)} writes changes.`,
+  ];
 }
 
 // -------------------------------------------------------------------------------------------------------- the graph
@@ -78,7 +90,7 @@ function newSvg(tag, attributes, ...children) {
 
 function drawGraph(shown) {
   const width = Math.min(680, byId("graph").clientWidth || 340);
-  const [left, rowHeight] = [58, L > 8 ? 44 : 62];
+  const [left, rowHeight] = [58, Math.max(44, Math.min(110, 380 / L))];
   const height = rowHeight * L;
   const place = (n) => ({
     x: left + ((n % H) + 0.5) * ((width - left) / H),
@@ -96,9 +108,11 @@ function drawGraph(shown) {
 }
 
 function newArrow({ source, reader, kind, effect }, from, to, rowHeight) {
-  const bend = 0.55 * Math.min(rowHeight, from.y - to.y);
-  const sway = from.x === to.x && from.y - to.y > rowHeight ? 26 : 0; // around the heads between them
-  const path = `M${from.x} ${from.y} C${from.x + sway} ${from.y - bend} ${to.x + sway} ${to.y + bend} ${to.x} ${to.y}`;
+  const bend = 0.55 * rowHeight;
+  const aside = 5 * (READ_KINDS.indexOf(kind) - 1); // so that arrows of several kinds lie side by side
+  const sway = aside + (from.x === to.x && from.y - to.y > rowHeight ? 26 : 0); // around the heads between them
+  const [start, end] = [`${from.x + aside} ${from.y}`, `${to.x + aside} ${to.y}`];
+  const path = `M${start} C${from.x + sway} ${from.y - bend} ${to.x + sway} ${to.y + bend} ${end}`;
   const title = newSvg("title", {}, `${labelOf(source)} → ${labelOf(reader)} in its ${kind}: ${formatPercent(effect)}`);
   return newSvg("path", { d: path, class: `arrow ${kind}`, "stroke-width": 1 + 6 * Math.min(1, effect) }, title);
 }

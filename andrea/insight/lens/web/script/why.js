@@ -101,14 +101,18 @@ function remainderRows(head, at, pairs) {
   const sum = compatibilityOf(head, n, i, j);
   const biases = head.pair_biases[at];
   const rest = sum - biases - pairs.reduce((total, { adds }) => total + adds, 0);
-  const remainder = (title, adds, id) => newElement("tr", { class: "total" }, addsCell(adds), cell(), newElement("td", { colspan: 2, id }, title));
-  const rows = [remainder("all other pairs together", rest)];
-  if (biases !== 0) rows.push(remainder("pairs with a bias in them", biases));
+  const rows = [remainderRow("all other pairs together", rest)];
+  if (biases !== 0) rows.push(remainderRow("pairs with a bias in them", biases));
   const [capped, score] = [cappedScore(sum), scoreOf(head, n, i, j)];
-  if (facts.softcap !== null) rows.push(remainder("the soft cap on the sum", capped - sum));
-  if (facts.slopes !== null) rows.push(remainder("ALiBi, for the distance", score - capped));
-  rows.push(newElement("tr", {}, newElement("td", { class: "n", id: "why-score" }, newElement("b", {}, formatNumber(score, 5))), cell(), newElement("td", { colspan: 2 }, "the score, as in section 3")));
-  return rows;
+  if (facts.softcap !== null) rows.push(remainderRow("the soft cap on the sum", capped - sum));
+  if (facts.slopes !== null) rows.push(remainderRow("ALiBi, for the distance", score - capped));
+  return [...rows, remainderRow("the score, as in section 3", score, "why-score")];
+}
+
+// A row without a bar. id: of the number in the last row, the sum.
+function remainderRow(title, adds, id) {
+  const number = id ? newElement("td", { class: "n", id }, formatNumber(adds, 5)) : addsCell(adds);
+  return newElement("tr", { class: id ? "sum" : "total" }, number, cell(), newElement("td", { colspan: 2 }, title));
 }
 
 // What a part adds to the logit of candidate c after token i, directly. part: its place in facts.parts.
@@ -122,4 +126,26 @@ const partOfHead = new Map(facts.parts.flatMap(([kind, layer, head], part) => (k
 
 function hasDirect() {
   return direct !== null;
+}
+
+const SHOWN_PARTS = 8;
+
+// The parts that add most to the logit of the token that comes next.
+function writeDirect(i) {
+  byId("direct-box").hidden = !hasDirect();
+  if (!hasDirect()) return;
+  const c = CANDIDATES - 1;
+  byId("direct-title").replaceChildren("What adds to the logit of ", tokenLabel(textOf(next.candidate_ids[i * CANDIDATES + c])));
+  const parts = facts.parts.map((part, place) => ({ part, adds: directEffect(place, i, c) }));
+  const bySize = [...parts].sort((one, other) => Math.abs(other.adds) - Math.abs(one.adds));
+  const [shown, rest] = [bySize.slice(0, SHOWN_PARTS), bySize.slice(SHOWN_PARTS)];
+  const sum = (list) => list.reduce((total, { adds }) => total + adds, 0);
+  const biases = directEffect(parts.length, i, c);
+  const rows = shown.map(({ part, adds }) =>
+    row(addsCell(adds), barCell(adds / Math.abs(shown[0].adds || 1)), cell(sourceLabel({ part, distance: 0 }, i))),
+  );
+  if (rest.length) rows.push(remainderRow(`the other ${rest.length} parts`, sum(rest)));
+  if (biases !== 0) rows.push(remainderRow("biases", biases));
+  rows.push(remainderRow(facts.logit_softcap ? `the logit, before its cap at ${facts.logit_softcap}` : "the logit", sum(parts) + biases, "direct-sum"));
+  fillTable(byId("direct"), ["#adds", "", "part"], rows);
 }
