@@ -331,6 +331,7 @@ class Trainer:
             self.note_time(time.perf_counter() - clock, rate)
             if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
                 self.heed_time(wanted)
+            self.drop_estimate()
             if due:
                 self.checkpoints.saver.check()
                 self.tell_health()
@@ -429,6 +430,17 @@ class Trainer:
             f"length: {steps} steps, fixed now: at {speed:,.0f} tokens/s, these fit into "
             f"train.max_minutes={budget.minutes:g}{remedy}"
         )
+
+    def drop_estimate(self) -> None:
+        """Take the planned length for the run's, where the machine has become faster than rank 0's estimate."""
+        step, steps, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
+        if not self.is_open:
+            return
+        if not is_open(step, steps, optimizer):  # the rate falls, and nobody asked for a shorter run
+            self.is_open = False
+            self.settle_intervals(steps)
+        elif not is_open(step, self.planned.steps, optimizer):
+            self.records.console.steps = steps
 
     def heed_evaluation(self) -> None:
         """Begin the decay of the learning rate, or end the run, where its last evaluation asks for it.
