@@ -23,8 +23,8 @@ from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
 from andrea.text.loader import validation_batches
+from andrea.text.shards import IGNORED_TARGET, TextWindows
 from andrea.text.tokenizer import Tokenizer
-from andrea.text.windows import IGNORED_TARGET, TextWindows
 
 TextOrIds = str | Sequence[int] | np.ndarray | Tensor
 # The keys of configs/sample.yaml that `generate` and `stream` accept.

@@ -505,7 +505,7 @@ class Health:
         }
 
     def leak(self, train: float, error: float, val: float) -> dict[str, str]:
-        if self.run.model.drops:  # in training only, which raises the training loss
+        if self.run.model.dropout:  # in training only, which raises the training loss
             return {}
         if train - val <= max(LEAK_NATS, LEAK_ERRORS * error):
             return {}

@@ -210,7 +210,7 @@ def pass_bytes(
         existing = [*model.parameters(), *gradients, *model.buffers()]
         with LiveBytes(existing) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
-                seeds = tokens[:, 0] if config.drops else None
+                seeds = tokens[:, 0] if config.dropout else None
                 hidden = model(tokens, statistics=observing, recompute=recompute, dropout_seeds=seeds)
                 hidden = hidden[0] if observing else hidden
                 loss = planned_nats(model, hidden, tokens, precision)

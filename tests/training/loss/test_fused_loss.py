@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 from andrea.training.loss import loss as fused
 from andrea.training.loss.loss import MicroBatchLoss, loss_sum_from_hidden, training_loss_sum
 from andrea.training.parallel.ranks import reuses_training_graph
