@@ -16,7 +16,7 @@ from torch import Tensor
 from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.model.lora import B
-from andrea.runtime.host_memory import is_out_of_memory
+from andrea.runtime.free_and_peak_memory import is_out_of_memory
 from andrea.text.loader import Loader
 from andrea.text.shards import IGNORED_TARGET, DataLost
 from andrea.training.health.health import remedy_settings

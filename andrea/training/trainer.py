@@ -21,8 +21,8 @@ from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_
 from andrea.checkpoint.find import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, settings_of_runs, to_plain
-from andrea.runtime.device import peak_memory_bytes
 from andrea.runtime.files import StorageFailed, storing
+from andrea.runtime.free_and_peak_memory import peak_memory_bytes
 from andrea.runtime.own_parts import is_own
 from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.runtime.shared_cores import sharing_cores

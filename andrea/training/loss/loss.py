@@ -155,7 +155,7 @@ def triton_loss_of_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """Like `torch_loss_of_chunk`, with the Triton kernel, which overwrites the logits with their gradient. logits (n, C):
     the columns beyond n_vocab are no tokens, and their gradient is 0."""
-    from andrea.training.loss.kernels.cross_entropy import cross_entropy_of_rows
+    from andrea.training.loss.kernels.cross_entropy_triton import cross_entropy_of_rows
 
     return cross_entropy_of_rows(logits, targets, n_vocab, cap or 0.0, gradients).sum(), logits if gradients else None
 

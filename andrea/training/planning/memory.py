@@ -25,7 +25,7 @@ from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import Choice, choose_device
-from andrea.runtime.host_memory import free_host_bytes, held_bytes
+from andrea.runtime.free_and_peak_memory import free_host_bytes, held_bytes
 from andrea.runtime.program import typed_command
 from andrea.training.loss.loss import LOGITS_EAGER, MicroBatchLoss, rows_in_chunk, training_loss_sum
 from andrea.training.optimizer import group_parameters
