@@ -160,7 +160,7 @@ def test_the_page_fits_a_phone_and_reaches_its_tables_by_keyboard(browser, tmp_p
     path = page_of(model_of("pairs of tokens, a convolution, documents"), tmp_path / "lens.html")
     opened = Opened(browser, path, viewport={"width": 390, "height": 800}, color_scheme="dark", reduced_motion="reduce")
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
-    graph = opened.page.locator("#graph svg").bounding_box()
+    graph = opened.page.locator("#graph").bounding_box()
     assert graph["x"] >= 0 and graph["x"] + graph["width"] <= 390
     opened.page.locator("#why-table").focus()
     assert opened.page.evaluate("document.activeElement.id") == "why-table"
