@@ -14,7 +14,7 @@ import torch
 from andrea.checkpoint.model import open_model
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
-from andrea.generation.session import last_tokens, read_prompt
+from andrea.generation.prompt import last_tokens, read_prompt
 from andrea.insight.lens.page import Head, LensPage, Measurements, Source, measure
 from andrea.insight.lens.scores import NAMES
 from andrea.model.gpt import GPT
