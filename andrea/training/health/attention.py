@@ -24,8 +24,8 @@ from andrea.model.gpt import GPT
 from andrea.runtime.files import lines_of
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
+from andrea.text.shards import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
-from andrea.text.windows import IGNORED_TARGET
 from andrea.training.loss.loss import loss_sum_from_hidden
 
 PROBE_TOKENS = 2048  # in the probe, at most; but at least one sequence of each source
