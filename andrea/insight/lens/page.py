@@ -26,8 +26,9 @@ from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention, Sco
 from andrea.attention.mask import Mask, visible_interval
 from andrea.attention.multihead import OWN_VALUE_EPSILON
 from andrea.insight.html import fill_template, json_for_script
+from andrea.insight.lens.interventions import ablate_heads
 from andrea.insight.lens.scores import NAMES, names_of, probe_scores, score_layer, stack_layers, targets_of
-from andrea.insight.lens.trace import LayerTrace, ablate_heads, logit_attribution, next_log_probabilities, trace_layers
+from andrea.insight.lens.trace import LayerTrace, logit_attribution, next_log_probabilities, trace_layers
 from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
 

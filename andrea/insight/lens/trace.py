@@ -1,4 +1,4 @@
-"""Runs the model's forward pass layer by layer, with every intermediate result of attention, and without single heads.
+"""Runs the model's forward pass layer by layer, with every intermediate result of attention.
 
 B sequences, T tokens, H heads, D = d_head, V vocabulary, N width of a query or key from which a score is computed (D; for
 the additive function its hidden width). The pass runs in the type of the weights (fp32), without compilation and without a
@@ -8,7 +8,7 @@ cache.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -115,37 +115,12 @@ def finish_block(block: Block, x: Tensor, written: Tensor) -> Tensor:
     return x + block.mlp(block.mlp_norm(before if block.parallel_residual else x))
 
 
-# -------------------------------------------------------------------------------------------------------------- effects
-# The effect of a head on the predicted next token: ablation, and direct logit attribution.
-
-LOGITS_AT_ONCE = 1 << 26  # of ablations computed at once: a quarter of a GiB
+# --------------------------------------------------------------------------------------------------------------- logits
 
 
 def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
     """The last layer's output (B, T, d_model) -> ln p of the next token at each position (B, T, V)."""
     return model.logits(model.final_norm(after)).float().log_softmax(-1)
-
-
-@torch.no_grad()
-def ablate_heads(
-    model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int], last_only: bool = False
-) -> Iterator[tuple[int, Tensor]]:
-    """Ablate one of a layer's `heads` at a time: it writes zeros. Yields (head, ln p of the next token (T, V)).
-
-    tokens (1, T). last_only: yield only ln p after the last token, (1, V). What the heads write is `LayerTrace.written`.
-    The forward pass restarts at this layer, from the residual stream in `trace`.
-    """
-    n_token = tokens.shape[1]
-    at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))
-    for begin in range(0, len(heads), at_once):
-        some = list(heads[begin : begin + at_once])
-        written = trace.written.repeat(len(some), 1, 1, 1)  # (ablated heads, H, T, D)
-        written[range(len(some)), some] = 0
-        x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), written)
-        for block in model.blocks[layer + 1 :]:
-            x, _ = block(x, trace.shared)  # all copies share the inputs of the one sequence
-        x = x[:, -1:] if last_only else x
-        yield from zip(some, next_log_probabilities(model, x), strict=True)
 
 
 @torch.no_grad()
