@@ -26,6 +26,17 @@ from andrea.attention import BUILT_IN, Additive, Cosine, MultiHeadAttention, Sco
 from andrea.attention.mask import Mask, visible_interval
 from andrea.attention.multihead import OWN_VALUE_EPSILON
 from andrea.insight.html import fill_template, json_for_script
+from andrea.insight.lens.attribution import (
+    direct_arrays,
+    head_effects,
+    keys_per_query,
+    logit_parts,
+    pair_arrays,
+    parts_of,
+    read_arrays,
+    score_parts,
+    written_parts,
+)
 from andrea.insight.lens.interventions import ablate_heads
 from andrea.insight.lens.scores import NAMES, names_of, probe_scores, score_layer, stack_layers, targets_of
 from andrea.insight.lens.trace import LayerTrace, logit_attribution, next_log_probabilities, trace_layers
@@ -185,6 +196,7 @@ class Measurements:
     tokens: Tensor  # (1, T)
     layers: list[LayerTrace]  # with empty scores and weights
     maps: np.ndarray  # (L, H, side, side) uint8: 255 times the square root of the largest weight of a tile
+    strongest: list[Tensor]  # of each layer: the keys of each query with the largest weights, (H, T, n)
     scores: dict[str, Tensor]  # (L, H) each, on the prompt
     probed: dict[str, Tensor]  # (L, H) each, on the fixed texts that decide the names
     log_probabilities: Tensor  # (T, V): ln p of the next token at each position
@@ -227,11 +239,13 @@ def measure(
     """Measure every head on a prompt of at least one token. weights (L, H, T, T) float32: is filled, if it is given."""
     prompt = torch.tensor([tokens], device=model.embedding.weight.device)
     targets = targets_of(prompt, tokenizer.token_bytes())
-    layers, maps, scores = [], [], []
+    layers, maps, strongest, scores = [], [], [], []
+    n_key = keys_per_query(model.config.n_layer * model.config.n_head, len(tokens))
     for index, layer in enumerate(trace_layers(model, prompt)):
         if weights is not None:
             weights[index] = layer.weights[0].cpu().numpy()
         maps.append(small_maps(layer.weights[0], map_side))
+        strongest.append(layer.weights[0].topk(n_key).indices)
         scores.append(score_layer(layer, targets))
         empty = layer.scores.new_empty(0)
         layers.append(dataclasses.replace(layer, scores=empty, weights=empty))
@@ -239,6 +253,7 @@ def measure(
         tokens=prompt,
         layers=layers,
         maps=np.stack(maps),
+        strongest=strongest,
         scores=stack_layers(scores),
         probed=probe_scores(model, tokenizer),
         log_probabilities=next_log_probabilities(model, layers[-1].after)[0],
@@ -257,6 +272,7 @@ def small_maps(weights: Tensor, side: int) -> np.ndarray:
 TEMPLATE = Path(__file__).parent / "web" / "template.html"
 LEAST_PROBABILITY = 1e-38  # fp32 rounds smaller ones to zero, which has no logarithm
 FACTS_BYTES = 200  # extra bytes in the page's facts for a head in full
+MOST_TOKENS_PATCHED = 128  # of a prompt for which heads are patched: the time grows with the square of the length
 ELEMENT_BYTES = 100  # of the HTML element around a head's arrays
 
 
@@ -281,6 +297,28 @@ class LensPage:
         self.blocks = {"maps": pack({"maps": measurements.maps}), "next": pack(as_arrays(predicted, model.n_vocab))}
         if measurements.gates is not None:
             self.blocks["gates"] = pack(as_arrays({"gates": measurements.gates}, model.n_vocab))
+        if detail:
+            self.explain()
+
+    @torch.no_grad()
+    def explain(self) -> None:
+        """Find what each part adds to the candidates' logits, and what each head reads from the heads before it."""
+        model, layers = self.model, self.measurements.layers
+        self.parts = list(written_parts(model, self.measurements.tokens, layers))
+        self.blocks["direct"] = pack(direct_arrays(logit_parts(model, layers[-1], self.parts, self.candidates)))
+        if 1 < len(layers) and self.measurements.tokens.shape[1] <= MOST_TOKENS_PATCHED:
+            effects = [head_effects(model, layers, self.parts, layer) for layer in range(1, len(layers))]
+            self.blocks["reads"] = pack(read_arrays(effects))
+
+    def pairs_of(self, layer: int, heads: list[int]) -> dict[int, dict[str, np.ndarray]]:
+        """The arrays of the pairs of parts of each of these heads of a layer; empty if scores are not bilinear."""
+        measurements = self.measurements
+        scores = score_parts(self.model, measurements.layers, self.parts, layer, heads)
+        if scores is None:
+            return {head: {} for head in heads}
+        n_row = len(parts_of(self.model)) * (self.model.config.qkv_convolution or 1)
+        keys = measurements.strongest[layer]
+        return {head: pair_arrays(scores, index, keys[head], n_row) for index, head in enumerate(heads)}
 
     def most_full_heads(self, limit_bytes: int) -> int:
         """The number of heads that can be shown in full on a page of at most limit_bytes."""
@@ -290,6 +328,7 @@ class LensPage:
         arrays = head_arrays(self.model, self.measurements, (0, 0), self.detail)  # as large as any other head's
         if self.detail:
             arrays |= ablation_arrays(self.candidates, self.measurements.log_probabilities)
+            arrays |= self.pairs_of(0, [0])[0]
             arrays["effect"] = arrays["ablated_candidates"][:, -1]  # its part of the block with all effects
         each = len(pack(arrays)[0]) + ELEMENT_BYTES
         return max(0, min(n_head, (limit_bytes - fixed) // each))
@@ -315,6 +354,8 @@ class LensPage:
                 trace = self.measurements.layers[layer]
                 for index, ablated in ablate_heads(self.model, self.measurements.tokens, layer, trace, indices):
                     arrays[index] |= ablation_arrays(self.candidates, ablated)
+                pairs = self.pairs_of(layer, indices)
+                arrays = {index: each | pairs[index] for index, each in arrays.items()}
             for index in indices:
                 yield (layer, index), arrays[index]
 
@@ -354,6 +395,9 @@ class LensPage:
             **model_facts(self.model, self.measurements.tokens),
             "value_parts": list(self.measurements.layers[0].value_parts),
             "detail": self.detail,
+            "logit_softcap": self.model.config.logit_softcap,
+            "parts": [[part.kind, part.layer, part.head] for part in parts_of(self.model)],
+            "mixed": self.model.config.qkv_convolution or 1,
             "layouts": layouts,
             "texts": texts,
             "heads": [self.facts_of_head(head, head in packed, effects) for head in self.measurements.heads],

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from andrea.attention import Additive, MultiHeadAttention, SharedInputs, attend_reference
-from andrea.attention.compatibility import shared_by_group
+from andrea.attention.compatibility import Compatibility, shared_by_group
 from andrea.attention.implementations.chunked import additive_scores
+from andrea.attention.implementations.reference import Intermediates
 from andrea.model.gpt import GPT, Block
 
 
@@ -66,10 +67,7 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     attention = block.attention
     normed = block.attention_norm(x)
     query, key, value, compatibility = attention.project(normed, shared=shared)
-    mask = attention.mask_with(shared.packing)
-    scores_of = functools.partial(additive_scores, compatibility) if type(compatibility) is Additive else None
-    scoring = {"modifiers": attention.modifiers, "sink": attention.sink}
-    attended = attend_reference(query, key, value, compatibility, mask, 0, scores_of, **scoring)
+    attended = attend_as(attention, query, key, value, compatibility, shared)
     gate = attention.gates(normed)
     written = attention.finish(attended.output, value, gate)
     if type(compatibility) is Additive:
@@ -94,6 +92,21 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
         shared=shared,
         after=finish_block(block, x, written),
     )
+
+
+def attend_as(
+    attention: MultiHeadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    compatibility: Compatibility,
+    shared: SharedInputs,
+) -> Intermediates:
+    """Attention as the layer computes it, for what `MultiHeadAttention.project` returns."""
+    mask = attention.mask_with(shared.packing)
+    scores_of = functools.partial(additive_scores, compatibility) if type(compatibility) is Additive else None
+    scoring = {"modifiers": attention.modifiers, "sink": attention.sink}
+    return attend_reference(query, key, value, compatibility, mask, 0, scores_of, **scoring)
 
 
 def value_parts(attention: MultiHeadAttention, normed: Tensor, shared: SharedInputs) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
 const [T, L, H, D] = [facts.tokens.length, facts.layers, facts.heads_per_layer, facts.d_head];
-const ARRAY_TYPES = { f4: Float32Array, u4: Uint32Array, u2: Uint16Array, u1: Uint8Array };
+const ARRAY_TYPES = { f4: Float32Array, u4: Uint32Array, u2: Uint16Array, i2: Int16Array, u1: Uint8Array };
 
 const maps = unpack("maps", facts.layouts.maps).maps; // (L * H, SIDE, SIDE), 255 times the square root of a weight
 const SIDE = facts.layouts.maps[0][2][2];
@@ -91,7 +91,8 @@ function unpack(name, layout) {
   return arrays;
 }
 
-// A head's vectors and its weights (T, T): exact for a head that is in the file in full; else, where the small map has a
+// A head's vectors, its weights (T, T), and what each weight writes: weight × norm of W_O v. The weights are exact for
+// a head that is in the file in full, which alone has the others; else, where the small map has a
 // cell for each weight, approximate and without vectors; else null.
 function openHead(n) {
   let head = openHeads.get(n);
@@ -114,6 +115,8 @@ function withWeights(head, n) {
     const row = softmaxRow(head, n, i);
     for (const j of row.keys) head.weights[i * T + j] = row.exponentials[j] / row.sum;
   }
+  const width = head.key_write.length / T;
+  head.written = head.weights.map((weight, at) => weight * head.key_write[(at % T) * width]);
   return head;
 }
 

@@ -124,12 +124,20 @@ function themeColour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// How strongly a cell is shaded, from 0 to 1.
-function strength(weights, i, j) {
-  let weight = weights[i * T + j];
+// What shades a head's cells, and the number that has the strongest shade: weights and 1, or what each cell writes and the
+// most that one of the head's cells writes.
+function shading(head) {
+  if (!state.written || !head.written) return { cells: head.weights, full: 1 };
+  const full = head.written.reduce((most, size, at) => (state.hide && at % T === 0 ? most : Math.max(most, size)), 0);
+  return { cells: head.written, full: full || 1, isWritten: true };
+}
+
+// How strongly a cell is shaded, from 0 to 1. shaded: from `shading`.
+function strength({ cells, full, isWritten }, i, j) {
+  let weight = cells[i * T + j] / full;
   if (state.hide) {
     if (j === 0) return 0;
-    const rest = 1 - weights[i * T];
+    const rest = isWritten ? 1 : 1 - cells[i * T];
     weight = rest > 1e-9 ? weight / rest : 0;
   }
   return state.log ? 1 + Math.log10(Math.max(weight, 1e-30)) / LOG_DECADES : weight;

@@ -32,10 +32,10 @@ function shownKey() {
 }
 
 function shadeTokens() {
-  const { weights } = openHead(state.head);
+  const shaded = shading(openHead(state.head));
   const i = shownQuery();
   options.forEach((option, j) => {
-    const byWeight = () => (weights && isVisible(state.head, i, j) ? shadeAt(strength(weights, i, j)) : null);
+    const byWeight = () => (shaded.cells && isVisible(state.head, i, j) ? shadeAt(strength(shaded, i, j)) : null);
     const colour = state.gate ? shadeAt(gateOf(state.head, j) / LARGEST_GATE) : byWeight();
     option.style.background = colour ? cssColour(colour) : "";
     option.style.color = colour ? (isDark(colour) ? "#fff" : "#16181a") : "";
@@ -99,18 +99,18 @@ function drawMap() {
     view.left + view.count * view.cell + 2,
     view.top + view.count * view.cell + 2,
   );
-  drawCells(context, weights);
+  drawCells(context, shading(openHead(state.head)));
   drawLabels(context);
   drawFrames(context);
 }
 
-function drawCells(context, weights) {
+function drawCells(context, shaded) {
   const { row, column, count, cell, left, top } = view;
   const gap = cell > 9 ? 1 : 0;
   for (let y = 0; y < count; y++) {
     for (let x = 0; x < count; x++) {
       if (!isVisible(state.head, row + y, column + x)) continue;
-      context.fillStyle = cssColour(shadeAt(strength(weights, row + y, column + x)));
+      context.fillStyle = cssColour(shadeAt(strength(shaded, row + y, column + x)));
       context.fillRect(left + x * cell, top + y * cell, cell - gap, cell - gap);
     }
   }
@@ -175,8 +175,8 @@ function drawWholeMap() {
   const { weights } = openHead(state.head);
   byId("whole-box").hidden = !weights || view.count === T;
   if (byId("whole-box").hidden) return;
-  const drawn = [state.head, state.log, state.hide, theme()].join();
-  if (wholeMap.drawn !== drawn) drawReducedMap(wholeMap.canvas, weights);
+  const drawn = [state.head, state.log, state.hide, state.written, theme()].join();
+  if (wholeMap.drawn !== drawn) drawReducedMap(wholeMap.canvas, shading(openHead(state.head)));
   wholeMap.drawn = drawn;
   const context = sizedContext(byId("whole"), WHOLE_MAP_PIXELS, WHOLE_MAP_PIXELS);
   const pixels = (position) => (position / T) * WHOLE_MAP_PIXELS;
@@ -188,14 +188,14 @@ function drawWholeMap() {
 }
 
 // Each pixel shows the strongest of its cells.
-function drawReducedMap(canvas, weights) {
+function drawReducedMap(canvas, shaded) {
   const side = Math.min(WHOLE_MAP_PIXELS, T);
   const strongest = new Float32Array(side * side).fill(-1); // -1 where nothing is visible
   for (let i = 0; i < T; i++) {
     const y = Math.floor((i * side) / T) * side;
     for (const j of visibleKeys(state.head, i)) {
       const at = y + Math.floor((j * side) / T);
-      strongest[at] = Math.max(strongest[at], 0, strength(weights, i, j));
+      strongest[at] = Math.max(strongest[at], 0, strength(shaded, i, j));
     }
   }
   canvas.width = canvas.height = side;
@@ -215,7 +215,9 @@ function drawLegend() {
     context.fillRect(x, 0, 1, 11);
   }
   const end = state.gate ? ` (of the text: gate ${LARGEST_GATE})` : "";
-  byId("legend").replaceChildren(state.log ? "10⁻⁵" : "0", strip, "1", end);
+  const { full, isWritten } = shading(openHead(state.head));
+  const most = isWritten ? `${formatNumber(full, 3)} (norm of weight · W v)` : "1";
+  byId("legend").replaceChildren(state.log ? "10⁻⁵" : "0", strip, most, end);
 }
 
 // ------------------------------------------------------------------------------------------------------- in words
@@ -226,7 +228,7 @@ function queryAndKey(i, j, queryWord, keyWord) {
 }
 
 function writeReadout() {
-  const { weights, isApproximate } = openHead(state.head);
+  const { weights, isApproximate, written } = openHead(state.head);
   const [i, j] = [shownQuery(), shownKey()];
   const gate = gates
     ? [line("gate ", newElement("b", { class: "num", id: "gate-shown" }, formatNumber(gateOf(state.head, i), 4)), ` of query ${i}`)]
@@ -236,7 +238,8 @@ function writeReadout() {
   const weight = isVisible(state.head, i, j)
     ? [isApproximate ? "about " : "", newElement("b", { class: "num", id: "weight-shown" }, number)]
     : ["masked: ", newElement("b", {}, "0")];
-  byId("readout").replaceChildren(...queryAndKey(i, j, "query ", "key "), newElement("br"), "weight ", ...weight, ...gate);
+  const writes = written && isVisible(state.head, i, j) ? [", writes a vector of norm ", newElement("b", { class: "num" }, formatNumber(written[i * T + j], 4))] : [];
+  byId("readout").replaceChildren(...queryAndKey(i, j, "query ", "key "), newElement("br"), "weight ", ...weight, ...writes, ...gate);
 }
 
 function writeTopKeys() {

@@ -15,12 +15,14 @@ function writeNext() {
   );
   const withoutHead = [" ", span("swatch off"), `without head ${label}`];
   byId("bars-title").replaceChildren(span("swatch"), "the model", ...(head.ablated_candidates ? withoutHead : []));
-  const titles = ["token", "", "#model", ...(head.ablated_candidates ? ["#without", "#% points"] : [])];
+  const added = hasDirect() ? ["#adds"] : [];
+  const titles = ["token", "", "#model", ...(head.ablated_candidates ? ["#without", "#% points"] : []), ...added];
   fillTable(
     byId("next-bars"),
     titles,
     predictions(head, i).map((prediction) => predictionRow(i, prediction)),
   );
+  writeDirect(i);
   writeEffects(i);
 }
 
@@ -31,7 +33,8 @@ function predictions(head, i) {
   for (let c = 0; c < CANDIDATES; c++) {
     const at = i * CANDIDATES + c;
     const id = next.candidate_ids[at];
-    found.set(id, { id, probability: next.candidates[at], ablated: head.ablated_candidates?.[at] });
+    const adds = hasDirect() ? directEffect(partOfHead.get(state.head), i, c) : undefined;
+    found.set(id, { id, probability: next.candidates[at], ablated: head.ablated_candidates?.[at], adds });
   }
   if (head.ablated_top) {
     const width = head.ablated_top.length / T;
@@ -43,7 +46,7 @@ function predictions(head, i) {
   return [...found.values()];
 }
 
-function predictionRow(i, { id, probability, ablated }) {
+function predictionRow(i, { id, probability, ablated, adds }) {
   const bar = (p, className) => {
     const fill = span(`fill ${className}`);
     fill.style.width = `${100 * p}%`;
@@ -63,6 +66,7 @@ function predictionRow(i, { id, probability, ablated }) {
     const text = `${change >= 0 ? "+" : "−"}${Math.abs(change).toFixed(2)}`;
     cells.push(numberCell(formatPercent(ablated)), newElement("td", { class: "n muted" }, isKnown ? text : ""));
   }
+  if (hasDirect()) cells.push(adds === undefined ? cell() : addsCell(adds));
   return newElement("tr", { "data-token": id }, cells);
 }
 

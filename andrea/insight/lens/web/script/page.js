@@ -18,6 +18,8 @@ function draw() {
   drawWholeMap();
   keepTokenInView();
   writeCell();
+  writeWhy();
+  writeReads();
   writeNext();
   writeAddress();
 }
@@ -45,6 +47,7 @@ function writeSelection() {
   byId("log").checked = state.log;
   byId("hide").checked = state.hide;
   byId("gate").checked = state.gate;
+  byId("written").checked = state.written;
   for (const { n, button } of cards) {
     button.setAttribute("aria-pressed", n === state.head);
     button.tabIndex = n === state.head ? 0 : -1;
@@ -104,7 +107,8 @@ function listenToControls() {
   onEvent("head-back", "click", () => select({ head: (state.head + L * H - 1) % (L * H) }));
   onEvent("head-on", "click", () => select({ head: (state.head + 1) % (L * H) }));
   byId("gate-switch").hidden = gates === null;
-  for (const name of ["log", "hide", "gate"]) onEvent(name, "change", (event) => select({ [name]: event.target.checked }));
+  for (const name of ["log", "hide", "gate", "written"]) onEvent(name, "change", (event) => select({ [name]: event.target.checked }));
+  onEvent("only-head", "change", (event) => select({ onlyHead: event.target.checked }));
   const positions = facts.tokens.map((_, i) => [i, `${i} ${tokenText(i)}`]);
   fillChoice("query-choice", positions);
   fillChoice("key-choice", positions);

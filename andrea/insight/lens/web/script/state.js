@@ -8,6 +8,8 @@ const state = {
   log: false, // shades on a log scale
   hide: false, // shades without the first token
   gate: false, // the text is shaded by the head's gate of each token
+  written: false, // shades by what each cell writes, not by its weight
+  onlyHead: false, // the graph shows the arrows of the selected head alone
   sort: "layer",
   filter: "",
 };
@@ -30,6 +32,8 @@ function readAddress() {
   state.log = given.get("log") === "1";
   state.hide = given.get("hide") === "1";
   state.gate = gates !== null && given.get("gate") === "1";
+  state.written = given.get("written") === "1";
+  state.onlyHead = given.get("only") === "1";
   if (SORTS.some(([key]) => key === given.get("sort"))) state.sort = given.get("sort");
 }
 
@@ -38,6 +42,8 @@ function writeAddress() {
   if (state.log) parts.push("log=1");
   if (state.hide) parts.push("hide=1");
   if (state.gate) parts.push("gate=1");
+  if (state.written) parts.push("written=1");
+  if (state.onlyHead) parts.push("only=1");
   if (state.sort !== "layer") parts.push(`sort=${state.sort}`);
   try {
     history.replaceState(null, "", `#${parts.join("&")}`);
