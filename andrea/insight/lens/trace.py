@@ -8,7 +8,7 @@ cache.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,8 +124,15 @@ def value_parts(attention: MultiHeadAttention, normed: Tensor, shared: SharedInp
 
 def finish_block(block: Block, x: Tensor, written: Tensor) -> Tensor:
     """The rest of a block after its heads: x (B, T, d_model), `LayerTrace.written` (B, H, T, D) -> (B, T, d_model)."""
-    before, x = x, x + block.attention.output(block.attention.merged(written))
-    return x + block.mlp(block.mlp_norm(before if block.parallel_residual else x))
+    attended, transformed = block_outputs(block, x, written)
+    return x + attended + transformed
+
+
+def block_outputs(block: Block, x: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+    """What a block's attention and its MLP add to x (B, T, d_model), of that shape each. written: as in `finish_block`."""
+    attended = block.attention.output(block.attention.merged(written))
+    read = x if block.parallel_residual else x + attended
+    return attended, block.mlp(block.mlp_norm(read))
 
 
 # --------------------------------------------------------------------------------------------------------------- logits
@@ -134,6 +141,21 @@ def finish_block(block: Block, x: Tensor, written: Tensor) -> Tensor:
 def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
     """The last layer's output (B, T, d_model) -> ln p of the next token at each position (B, T, V)."""
     return model.logits(model.final_norm(after)).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def logit_lens(model: GPT, layers: Sequence[LayerTrace]) -> Iterator[Tensor]:
+    """ln p of the next token (T, V), if the model ended after the embedding, after each attention, after each MLP.
+
+    The logit lens (nostalgebraist 2020, "interpreting GPT: the logit lens"): the final norm and the head read the residual
+    stream of every stage. Yields 2 L + 1 stages; the last is the model's prediction. layers: the traces of one prompt.
+    With a parallel residual, the MLP does not read the stream after attention, but it is shown all the same.
+    """
+    yield next_log_probabilities(model, layers[0].before)[0]
+    for block, trace in zip(model.blocks, layers, strict=True):
+        attended, _ = block_outputs(block, trace.before, trace.written)
+        yield next_log_probabilities(model, trace.before + attended)[0]
+        yield next_log_probabilities(model, trace.after)[0]
 
 
 @torch.no_grad()
