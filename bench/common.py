@@ -23,8 +23,8 @@ import yaml
 
 from andrea.config import ModelConfig, OptimizerConfig, group_config
 from andrea.model import GPT, initialise
-from andrea.runtime.device import peak_memory_bytes
 from andrea.runtime.files import replace_text
+from andrea.runtime.free_and_peak_memory import peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

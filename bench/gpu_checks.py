@@ -39,7 +39,7 @@ from andrea.attention import Case as AttentionCase
 from andrea.attention import DotProduct, refusal
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached
 from andrea.model.gpt import softcap
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 from andrea.training.loss.loss import fused_cross_entropy, training_loss_sum
 
 PARTS = ("heads", "attention", "compiled", "loss", "model", "generation")

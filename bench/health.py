@@ -28,7 +28,7 @@ from andrea.text.loader import Loader
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 from andrea.training.evaluation import SAMPLE_TEMPERATURE
 from andrea.training.health.health import DataSummary, Evidence, Health
-from andrea.training.health.samples import ReferenceText, judge_texts
+from andrea.training.health.text_quality import ReferenceText, judge_texts
 from andrea.training.records.run_folder import read_lines
 
 WORDS = (ROOT / "README.md").read_text(encoding="utf-8").split()

@@ -27,8 +27,8 @@ from triton.compiler import ASTSource
 
 from andrea.attention.kernels import attend_triton
 from andrea.attention.kernels.attend_triton import Blocks, padded, tiles_of
-from andrea.text.windows import IGNORED_TARGET
-from andrea.training.loss.kernels import cross_entropy
+from andrea.text.shards import IGNORED_TARGET
+from andrea.training.loss.kernels import cross_entropy_triton as cross_entropy
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODES = {

@@ -20,7 +20,8 @@ from common import Report, arguments, interleave, model_config, serve, start_wor
 from torch.nn import functional
 
 from andrea.model.gpt import softcap
-from andrea.runtime.device import keep_freed_memory, peak_memory_bytes
+from andrea.runtime.device import keep_freed_memory
+from andrea.runtime.free_and_peak_memory import peak_memory_bytes
 from andrea.training.loss.loss import fused_cross_entropy
 
 WAYS = ("written-out", "fused", "fused-compiled")

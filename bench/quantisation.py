@@ -22,7 +22,7 @@ from andrea.config import DataConfig, TokenizerConfig, parse
 from andrea.generation import Engine
 from andrea.text.corpus import open_corpus
 from andrea.text.loader import validation_batches
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 
 WAYS = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "int8": (torch.bfloat16, True)}
 

@@ -191,7 +191,7 @@ def test_the_files_that_the_pages_for_developers_name_exist() -> None:
 
 def test_the_answers_of_where_is_are_files() -> None:
     answers = re.findall(r"\| `([^`]+)` \|$", (ROOT / "docs" / "where-is.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(answers) == 20 and all((ROOT / answer).is_file() for answer in answers)
+    assert len(answers) > 20 and all((ROOT / answer).is_file() for answer in answers)
 
 
 def test_ci_runs_the_commands_of_the_readme_as_they_stand() -> None:

@@ -18,13 +18,14 @@ from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
 from andrea.config.keys import suggestion
 from andrea.generation.engine import Engine
-from andrea.generation.session import check_batch, describe, last_tokens, make_engine, request_of
+from andrea.generation.prompt import check_batch, last_tokens
+from andrea.generation.session import describe, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
 from andrea.text.loader import validation_batches
+from andrea.text.shards import IGNORED_TARGET, TextWindows
 from andrea.text.tokenizer import Tokenizer
-from andrea.text.windows import IGNORED_TARGET, TextWindows
 
 TextOrIds = str | Sequence[int] | np.ndarray | Tensor
 # The keys of configs/sample.yaml that `generate` and `stream` accept.

@@ -380,3 +380,28 @@ def shared_by_group(keys: Tensor, query: Tensor) -> Tensor:
     if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
         return keys
     return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)
+
+
+# ------------------------------------------------------------------------------------------------------ for our kernels
+# The layouts that our kernels in Triton and C++ read and write. B batch, H heads, T queries, D head width.
+
+
+def as_batch_of_heads(tensor: Tensor) -> Tensor:
+    """(..., H, T, d) -> (B, H, T, d). A missing head or batch dimension becomes a dimension of size 1."""
+    while tensor.ndim < 4:
+        tensor = tensor[None]
+    return tensor.flatten(0, -4)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """The tensor with contiguous rows, which the kernels require: a last stride of 1. The other strides may be any."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def like_heads(x: Tensor, width: int | None = None) -> Tensor:
+    """An empty tensor (B, H, T, D) with the memory layout (B, T, H, D), which the output projection reads without a copy.
+
+    x: (B, H, T, any width), of the same type. width: D; that of x if None.
+    """
+    n_batch, n_head, n_token, d_head = x.shape
+    return x.new_empty(n_batch, n_token, n_head, d_head if width is None else width).transpose(1, 2)

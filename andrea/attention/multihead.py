@@ -139,7 +139,7 @@ def one_product_is_faster(x: Tensor) -> bool:
 
 def one_pass_is_faster(x: Tensor) -> bool:
     """Whether our Triton kernel may prepare queries, keys and values."""
-    return runs_on(x.device)
+    return x.is_cuda and runs_on(x.device)
 
 
 def is_plain(layer: nn.Module) -> bool:

@@ -187,3 +187,12 @@ def masses_of_weights(weights: Tensor, start: int | Tensor) -> tuple[Tensor, Ten
     index = previous.clamp(0, n_key - 1)[:, None].expand(*weights.shape[:-1], 1)
     exists = (previous >= 0) & (previous < n_key)
     return weights[..., 0], torch.where(exists, weights.gather(-1, index)[..., 0], 0)
+
+
+def sink_gradient(sink: Tensor, log_sum_exp: Tensor, delta: Tensor) -> Tensor:
+    """sink (H,), log_sum_exp and delta (B, H, T), fp32 -> the gradient of the sink (H,).
+
+    A sink has no value, so the softmax's gradient p (dp - delta) is -p delta for it; delta is defined in attend_triton.py.
+    Terms of both signs are summed over all queries, in fp64, so that the sum adds no error to that of its terms.
+    """
+    return -(sink_mass_of(log_sum_exp, sink) * delta).double().sum((0, 2)).to(sink.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from andrea.config import UserError
 from andrea.runtime import shared_cores, torchrun
 from andrea.runtime.files import REMEDIES, StorageFailed
-from andrea.runtime.host_memory import is_out_of_memory
+from andrea.runtime.free_and_peak_memory import is_out_of_memory
 from andrea.runtime.streams import printable, unfailing_output
 
 LONGEST_LINE = 2000  # characters of a message

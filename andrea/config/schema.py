@@ -203,10 +203,6 @@ class ModelConfig:
         """The rows of the table of bigrams, None without one; for `auto`, that of a large text."""
         return int(ON_LARGE_TEXT["model.bigram_rows"]) if self.bigram_rows == "auto" else self.bigram_rows
 
-    @property
-    def drops(self) -> bool:
-        return self.dropout > 0
-
 
 # Values of `AttentionConfig.implementation` with which statistics of the heads are returned; auto then chooses one of the rest.
 MEASURES_HEADS = ("auto", "reference", "chunked", "triton")

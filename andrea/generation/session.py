@@ -8,25 +8,24 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
-from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
+from andrea.config import SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.packing import SOURCE, is_built_in, library
+from andrea.generation.prompt import last_tokens, read_prompt, read_prompts
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.device import WEIGHT_DTYPE, choose_precision, unused_gpu
-from andrea.runtime.files import check_writable, lines_of, replace_text, storing
+from andrea.runtime.files import check_writable, replace_text, storing
 from andrea.runtime.native import REASONS
-from andrea.runtime.streams import at_words, raise_output_failure
+from andrea.runtime.streams import at_words, raise_output_failure, tell, write
 from andrea.text.tokenizer import Tokenizer
 
 PROMPT = "prompt> "  # of an interactive session
@@ -111,69 +110,6 @@ def request_of(config: SampleConfig) -> Request:
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty)
     stop = tuple(config.stop)
     return Request(config.max_new_tokens, config.num_samples, config.seed, stop, sampling, config.lookahead)
-
-
-def read_prompt(prompt: str, name: str = "prompt") -> str:
-    """The prompt itself; if it is @FILE, the file's content; if it is -, the text of standard input.
-
-    name: of the key. Raises UserError if the text cannot be read.
-    """
-    if prompt == "-":
-        content, origin = sys.stdin.buffer.read(), "standard input"
-    elif prompt.startswith("@"):
-        path = Path(prompt[1:])
-        if not os.path.isfile(path):  # isfile is False even for names that no file can have
-            raise UserError(
-                f"{name}={prompt}: there is no file {str(path)!r} to read (@FILE); to begin a prompt with @, write "
-                f"the prompt to standard input and set {name}=-"
-            )
-        content, origin = path.read_bytes(), str(path)
-    else:
-        return prompt
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
-
-
-def read_prompts(file: str, max_new_tokens: int) -> list[str]:
-    """The lines of the file that are not empty. Raises UserError if the file is unreadable or has too many lines."""
-    try:
-        lines = lines_of(Path(file).read_bytes().decode("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'the file is not UTF-8 text'}") from None
-    prompts = [line for line in lines if line]
-    if not prompts:
-        raise UserError(f"prompts={file}: the file holds no prompt; write one prompt on each line")
-    check_batch(len(prompts), max_new_tokens, f"prompts={file}")
-    return prompts
-
-
-def check_batch(n_prompt: int, max_new_tokens: int, origin: str) -> None:
-    """Raises UserError if a batch of so many prompts may write more tokens than memory holds."""
-    if n_prompt * max_new_tokens > MOST_SAMPLED_TOKENS:
-        raise UserError(
-            f"{origin} has {n_prompt} prompts, and {n_prompt} times max_new_tokens={max_new_tokens} is "
-            f"more than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
-        )
-
-
-def last_tokens(engine: Engine, prompt: str | list[int]) -> list[int]:
-    """The last tokens of the prompt that the model can see. If the prompt is cut, a line on standard error says so.
-
-    Token ids are used unchanged, but for the cut.
-    """
-    if isinstance(prompt, str):
-        tokens, n_cut = engine.encode_end(prompt)
-    else:
-        n_cut = max(0, len(prompt) - engine.model.config.sequence_length)
-        tokens = prompt[n_cut:]
-    if n_cut:
-        tell(
-            f"prompt has {len(tokens) + n_cut} tokens: its beginning is cut, and the model reads the last {len(tokens)} "
-            f"(model.sequence_length)\n"
-        )
-    return tokens
 
 
 def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: str) -> str:
@@ -291,16 +227,3 @@ def show(text: str) -> None:
         raise ReaderEnded from None
     except OSError as error:
         raise UserError(f"standard output cannot be written ({error.strerror}); send it to another file") from None
-
-
-def tell(text: str) -> None:
-    """Write to standard error. Everything that is not generated text is written there."""
-    write(sys.stderr, text)
-
-
-def write(stream: TextIO | None, text: str) -> None:
-    if stream is None:  # closed before the start (2>&-)
-        return
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "replace").decode(encoding))
-    stream.flush()

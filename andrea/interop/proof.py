@@ -26,9 +26,9 @@ from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
 from andrea.text.corpus import held_out_of_run
 from andrea.text.loader import validation_batches
+from andrea.text.shards import IGNORED_TARGET
 from andrea.text.sources import texts_at
 from andrea.text.tokenizer import END_OF_TEXT
-from andrea.text.windows import IGNORED_TARGET
 
 # ----------------------------------------------------------------------------------------------------- what is compared
 

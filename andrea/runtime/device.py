@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.runtime.system import private_memory, resource
+from andrea.runtime.system import private_memory
 
 # Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. MFU (model FLOPs utilisation) is shown for these GPUs only.
 PEAK_FLOPS = {
@@ -213,16 +213,6 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The peak memory so far: of tensors on a GPU, or of this process on a CPU. 0 on Windows, which does not tell it."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if resource is None:
-        return 0
-    unit_bytes = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 class LargePages:

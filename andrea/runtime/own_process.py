@@ -15,7 +15,7 @@ from typing import Any, final
 
 from andrea.config import UserError
 from andrea.runtime.files import StorageFailed, size_words
-from andrea.runtime.host_memory import is_out_of_memory
+from andrea.runtime.free_and_peak_memory import is_out_of_memory
 from andrea.runtime.system import resource
 
 IS_LINUX = sys.platform == "linux"

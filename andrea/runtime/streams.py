@@ -173,3 +173,16 @@ def raise_output_failure() -> None:
     file = raw_file(sys.stdout)
     if isinstance(file, UnfailingFile) and file.failure:
         raise file.failure
+
+
+def tell(text: str) -> None:
+    """Write to standard error. Everything that is not generated text is written there."""
+    write(sys.stderr, text)
+
+
+def write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # closed before the start (2>&-)
+        return
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.flush()

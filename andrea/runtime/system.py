@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import io
 import mmap
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TextIO
@@ -26,7 +24,6 @@ HANG_UP = () if WINDOWS else (signal.SIGHUP,)  # the terminal is gone
 LOCKED_BYTE = 1 << 30  # Windows lets no other process read a locked byte; this one is beyond the file's end
 POLL_S = 0.1
 RENAMES = 30  # attempts: a program that looks at each new file closes it within a second or two
-SEEKING = threading.Lock()
 
 
 def user_id() -> int:
@@ -45,15 +42,6 @@ def open_no_link(path: str, flags: int) -> int:
     if os.path.islink(path):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
     return os.open(path, flags, 0o666)
-
-
-def read_at(file: io.FileIO, n_bytes: int, offset: int) -> bytes:
-    """At most `n_bytes` of the file from `offset` on, also when several threads read. Raises OSError."""
-    if not WINDOWS:
-        return os.pread(file.fileno(), n_bytes, offset)
-    with SEEKING:
-        file.seek(offset)
-        return file.read(n_bytes)
 
 
 def flush_to_disk(path: Path) -> None:

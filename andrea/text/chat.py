@@ -20,9 +20,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from andrea.config import UserError
-from andrea.text.shards import TokenStream, token_type
+from andrea.text.shards import IGNORED_TARGET, TokenStream, Windows, document_begins, token_type
 from andrea.text.tokenizer import Tokenizer
-from andrea.text.windows import IGNORED_TARGET, Windows, document_begins
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 ROLES = (SYSTEM, USER, ASSISTANT)

@@ -41,6 +41,7 @@ from andrea.text.encodings import (
     is_utf8,
     open_converted,
     recognise,
+    whole_blocks,
 )
 from andrea.text.listing import Findings
 
@@ -77,6 +78,12 @@ class Document:
     open: Callable[[], IO[bytes]]
     turns: tuple[Turn, ...] = ()  # of a conversation
     rejected: tuple[Turn, ...] = ()  # the conversation that `turns`, and the document's text, are preferred to
+
+
+def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
+    with document.open() as file:
+        for block in whole_blocks(file, start, stop):
+            yield block.decode()
 
 
 def in_memory(key: str, data: bytes, turns: Sequence[Turn] = (), rejected: Sequence[Turn] = ()) -> Document:

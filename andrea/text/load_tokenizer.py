@@ -278,6 +278,8 @@ def what_is_read(content: bytes, path: Path) -> dict[str, Any]:
         unlike = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
         if model.get("type", "BPE") != "BPE" or unlike:
             raise UserError(f"{path} has a model with {(*unlike, 'type')[0]}, which cannot be read; only plain BPE can")
+        if not all(type(number) is int for number in (*model["vocab"].values(), *(each["id"] for each in added))):
+            raise UserError(f"{path} has tokens whose ids are no numbers; copy it again")
         normalizer, pre_tokenizer = plain.get("normalizer"), plain.get("pre_tokenizer")
         kinds = [check_steps(normalizer, NORMALIZERS, path), check_steps(pre_tokenizer, PRE_TOKENIZERS, path)]
     except UserError:
@@ -328,8 +330,6 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer | C
         ) from None
     plain = what_is_read(content, file)
     ids = {**plain["model"]["vocab"], **{each["content"]: each["id"] for each in plain["added_tokens"]}}
-    if not all(type(number) is int for number in ids.values()):
-        raise UserError(f"{file} has tokens whose ids are no numbers; copy it again")
     end = front_token(content)
     if end is None:
         end = named_end(file.parent, ids)

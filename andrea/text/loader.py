@@ -17,8 +17,7 @@ from torch import Tensor
 
 from andrea.text.chat import ChatTokenizer, ConversationWindows
 from andrea.text.corpus import PreparedSource
-from andrea.text.shards import TokenStream
-from andrea.text.windows import IGNORED_TARGET, ReorderedStream, TextWindows, Windows, document_begins
+from andrea.text.shards import IGNORED_TARGET, ReorderedStream, TextWindows, TokenStream, Windows, document_begins
 
 BLOCK = 1024  # in each block of this many samples the sources have exactly their shares, rounded to 1/BLOCK
 ROUNDS = 8  # rounds of the Feistel network

@@ -7,31 +7,26 @@ reports them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from andrea.config import UserError
 from andrea.runtime.files import size_words
 from andrea.text.chat import ASSISTANT, ROLES, Turn
-from andrea.text.encodings import cut_at, whole_blocks
-from andrea.text.formats import Document, documents_of
+from andrea.text.encodings import cut_at
+from andrea.text.formats import Document, documents_of, read_pieces
 from andrea.text.listing import PASSING, UNMATCHED, Findings, Selection, list_python, list_text, selected
+from andrea.text.split import HELD_OUT_FILE, HeldOut
 
 Split = Literal["train", "val"]
 Report = Callable[[str], None]  # shows one line to the user
 
-HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
-FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
 READER = 2  # changes with what is read of the same files, so that they are prepared again
 CHAT_READER, PAIR_READER = "chat 1", "pairs 2"  # the same for conversations
-HELD_OUT_FILE = "held_out.jsonl"  # in a folder of conversations or below it: exactly these are held out
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 
 
@@ -76,6 +71,8 @@ class Source:
         self.files, self.listing, self.unread = found.files, found.entries, found.findings
         self.usable_bytes: int | None = None  # of `check`
         self.found: Findings | None = None  # by `check`
+        names, is_library = [name for name, *_ in self.listing], kind == "pystdlib"
+        self.held_out = HeldOut(self.documents_again, names, f"{key}={self.root}", self.is_chat, is_library)
         if not self.files:
             why = "; ".join(self.unread.lines())
             sought, remedy = (
@@ -127,12 +124,12 @@ class Source:
         if findings.n_file_left_out:
             found = n_file + self.unread.n_file_left_out
             report(f"{self.name}: {found - findings.n_file_left_out:,} of {found:,} files are read")
-        if self.copies and not self.cuts_documents:
+        if (copies := self.held_out.copies) and not self.held_out.cuts_documents:
             report(
-                f"{self.name}: {sum(self.copies.values()):,} documents are copies of {len(self.copies):,} texts that stood in "
+                f"{self.name}: {sum(copies.values()):,} documents are copies of {len(copies):,} texts that stood in "
                 f"the training text and in the validation text; now all copies of a text are in one of them"
             )
-        if n_twice := self.held_out_twice():
+        if n_twice := self.held_out.held_out_twice():
             report(
                 f"{self.name}: {n_twice:,} conversations of {HELD_OUT_FILE} are training conversations too, so that their "
                 f"validation says little"
@@ -148,100 +145,21 @@ class Source:
         """The split's text in a fixed order, in pieces of at most about PIECE_BYTES."""
         for document in self.documents_again():
             if self.is_chat:
-                if self.is_held_out(document) == (split == "val"):
+                if self.held_out.is_held_out(document) == (split == "val"):
                     text = "".join(read_pieces(document, 0, document.size))
                     rejected = document.rejected if self.kind == "pairs" else ()
                     yield Piece(text, begins_document=True, turns=document.turns, rejected=rejected)
                 continue
-            if self.cuts_documents:
+            if self.held_out.cuts_documents:
                 with document.open() as file:
                     middle = cut_at(file, document.size)
                 start, stop = (0, middle) if split == "train" else (middle, document.size)
-            elif self.is_held_out(document) == (split == "val"):
+            elif self.held_out.is_held_out(document) == (split == "val"):
                 start, stop = 0, document.size
             else:
                 continue
             for number, text in enumerate(read_pieces(document, start, stop)):
                 yield Piece(text, begins_document=number == 0)
-
-    @cached_property
-    def cuts_documents(self) -> bool:
-        """Whether the last tenth of each document is held out, instead of whole documents.
-
-        The last tenth is held out if there are few documents, or if the hashes of all documents fall into the same
-        split. A conversation is never cut.
-        """
-        if self.is_chat:
-            return False
-        sides, count = set(), 0
-        for document in self.documents_again():
-            count += 1
-            sides.add(self.is_held_out(document))
-            if count >= FEWEST_DOCUMENTS and len(sides) == 2:
-                return False
-        return True
-
-    def is_held_out(self, document: Document) -> bool:
-        """Whether a whole document is held out: by its name's hash, or, of copies on both sides, by their text's hash."""
-        if self.is_chat:
-            if self.has_held_out_file:
-                return is_held_out_file(document.key.partition("#")[0])
-            return size_and_digest(document)[1] in self.held_out_conversations
-        text = size_and_digest(document) if document.size in self.copied_sizes else None
-        return text[1][0] < HELD_OUT_BELOW if text in self.copies else is_held_out(document.key)
-
-    @property
-    def has_held_out_file(self) -> bool:
-        return any(is_held_out_file(name) for name, *_ in self.listing)
-
-    def held_out_twice(self) -> int:
-        """The number of conversations that stand in the file of those held out and in another file.
-
-        Raises UserError if there are none in one of them.
-        """
-        if not (self.is_chat and self.has_held_out_file):
-            return 0
-        sides: dict[bool, set[bytes]] = {True: set(), False: set()}
-        for document in self.documents_again():
-            sides[self.is_held_out(document)].add(size_and_digest(document)[1])
-        if not sides[False]:
-            raise UserError(
-                f"{self.key}={self.root} has conversations in {HELD_OUT_FILE} alone, which are held out to validate on, and "
-                f"none to train on; add a file with these, or give {HELD_OUT_FILE} another name to train on nine tenths of it"
-            )
-        if not sides[True]:
-            raise UserError(
-                f"{self.key}={self.root} has no usable conversation in {HELD_OUT_FILE}, so that none is left to validate on; add "
-                f"some, or remove the file to hold a tenth of the others out"
-            )
-        return len(sides[True] & sides[False])
-
-    @cached_property
-    def held_out_conversations(self) -> set[bytes]:
-        """The digests of a tenth of the conversations, at least of one. All copies of a conversation have one digest."""
-        digests = sorted({size_and_digest(document)[1] for document in self.documents_again()})
-        return set(digests[: max(1, len(digests) * HELD_OUT_BELOW // 256)])
-
-    @cached_property
-    def copied_sizes(self) -> set[int]:
-        return {size for size, _ in self.copies}
-
-    @cached_property
-    def copies(self) -> Counter[tuple[int, bytes]]:
-        """Size and digest of each text that the hashes of names put on both sides of the split, and how often it is there.
-
-        Only held-out texts are kept in memory, a tenth. Python's library is left as it is, because its split is
-        documented, and figures of many runs depend on it: it has two such texts, of 135 bytes together.
-        """
-        if self.kind == "pystdlib" or self.is_chat:
-            return Counter()
-        held_out = Counter(size_and_digest(each) for each in self.documents_again() if is_held_out(each.key))
-        sizes, others = {size for size, _ in held_out}, Counter[tuple[int, bytes]]()
-        for document in self.documents_again() if sizes else ():
-            if document.size in sizes and not is_held_out(document.key):
-                text = size_and_digest(document)
-                others.update([text] if text in held_out else [])
-        return Counter({text: count + held_out[text] for text, count in others.items()})
 
     def documents_again(self) -> Iterator[Document]:
         """The documents of `every_document`, after `check` has read them. Raises UserError if others are usable now.
@@ -260,11 +178,6 @@ class Source:
             for document in documents_of(file, name, self.selection.field, findings):
                 if not self.is_chat or is_conversation(document, findings, self.kind == "pairs"):
                     yield document
-
-
-def is_held_out_file(name: str) -> bool:
-    """Whether a file of a folder holds the conversations that are held out. name: its relative path."""
-    return name.rpartition("/")[2].removesuffix(".gz") == HELD_OUT_FILE
 
 
 def is_conversation(document: Document, findings: Findings, is_paired: bool) -> bool:
@@ -292,20 +205,3 @@ def texts_at(path: Path, key: str, field: str | None, report: Report) -> list[st
     source = Source(path.resolve().name, "text", path, key, Selection(field=field))
     source.check(report)
     return ["".join(read_pieces(document, 0, document.size)) for document in source.documents_again()]
-
-
-def is_held_out(key: str) -> bool:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[0] < HELD_OUT_BELOW
-
-
-def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
-    with document.open() as file:
-        for block in whole_blocks(file, start, stop):
-            yield block.decode()
-
-
-def size_and_digest(document: Document) -> tuple[int, bytes]:
-    digest = hashlib.blake2b(digest_size=16)
-    for text in read_pieces(document, 0, document.size):
-        digest.update(text.encode())
-    return document.size, digest.digest()

@@ -22,8 +22,8 @@ from andrea.runtime.device import large_blocks_apart
 from andrea.text.chat import USER, ChatTokenizer, Turn, fitting_prompt
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
+from andrea.text.shards import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
-from andrea.text.windows import IGNORED_TARGET
 from andrea.training.expected.curves import ExpectedCurves, Standing
 from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
 from andrea.training.health.health import Evidence, Health

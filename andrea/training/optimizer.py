@@ -67,6 +67,7 @@ class Muon:
         self.config, self.parallel = config, parallel
         self.peak_rate = config.matrix_learning_rate or config.learning_rate
         self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.weight_decay, self.equal_rows = config.decay, config.rows == "equal"
         names_by_shape: dict[tuple[int, int, float], list[str]] = defaultdict(list)
         for name in matrices:
             n_row, n_column = parallel.shapes[name]
@@ -83,7 +84,7 @@ class Muon:
 
         rate: the learning rate as a fraction of its peak. Nothing changes where the 0-dim flag `finite` is false.
         """
-        decay = self.peak_rate * rate * self.config.decay
+        decay = self.peak_rate * rate * self.weight_decay
         for stack in self.stacks:
             direction = self.direction(stack, finite)
             torch._foreach_mul_(stack.matrices, torch.where(finite, 1 - decay, 1.0))
@@ -98,7 +99,7 @@ class Muon:
         momentum = stack.momentum
         momentum.copy_(torch.where(finite, momentum.lerp(gradient, 1 - MOMENTUM), momentum))
         nesterov = gradient.lerp_(momentum, MOMENTUM)
-        if self.config.rows == "equal":
+        if self.equal_rows:
             nesterov /= nesterov.norm(dim=-1, keepdim=True) + SMALLEST_NORM
         full = self.parallel.apply_to_full_matrices(nesterov.to(self.dtype), stack.n_row, orthogonalise)
         return full.to(torch.float32)

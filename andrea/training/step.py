@@ -6,7 +6,7 @@ N sequences of T tokens in a step: n of them on this rank, B in a micro-batch. L
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +16,9 @@ from torch import Tensor
 from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.model.lora import B
-from andrea.runtime import host_copy
-from andrea.runtime.host_memory import is_out_of_memory
+from andrea.runtime.free_and_peak_memory import is_out_of_memory
 from andrea.text.loader import Loader
-from andrea.text.shards import DataLost
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET, DataLost
 from andrea.training.health.health import remedy_settings
 from andrea.training.objectives.objective import Batch, Objective
 from andrea.training.optimizer import LossScale, Optimizer, clip_logits
@@ -70,6 +68,11 @@ class TrainingStep:
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since they were last read
         self.prefetched: tuple[int, Batch] | None = None  # a number of steps, and the batch that follows them
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host queues work for the device, and goes on while the device computes."""
+        return runs_ahead(self.device)
+
     def batch(self, step: int) -> Batch:
         """This rank's sequences of the step that follows `step` earlier steps."""
         (prefetched_step, batch), self.prefetched = self.prefetched or (None, None), None
@@ -86,7 +89,7 @@ class TrainingStep:
 
     def prefetch(self, step: int) -> None:
         """On a GPU: read the batch that follows `step` steps now. Lost data are reported when the batch is needed."""
-        if host_copy.runs_ahead(self.device) and not (self.objective and self.objective.draws):
+        if self.runs_ahead and not (self.objective and self.objective.draws):
             with contextlib.suppress(DataLost):
                 self.prefetched = step, self.read_batch(step)
 
@@ -207,3 +210,44 @@ def update_ratios(before: list[Tensor], after: list[Tensor], sum_over_shards: Ca
         torch.stack([torch.stack(changed), torch.stack([old.square().sum() for old in before])])
     ).sqrt()
     return norms[0] / norms[1].clamp(min=1e-30)
+
+
+# ------------------------------------------------------------------------------------------------- numbers for the host
+
+
+class HostCopy:
+    """Numbers that the host reads when it needs them.
+
+    On CUDA, the copy into pinned memory is queued behind the work that computes the numbers, and an event behind the copy.
+    `read` waits for this event alone. Reading a tensor with `item` or `tolist` would wait for all work that was queued up to
+    the moment of reading.
+    """
+
+    def __init__(self, numbers: Sequence[Tensor]) -> None:
+        """numbers: 0-dim each, of any type, on the device or on the host. They are kept in fp32."""
+        self.done: torch.cuda.Event | None = None  # None: the numbers are read from the device itself
+        device = next((each.device for each in numbers if each.device.type != "cpu"), numbers[0].device)
+        self.numbers = torch.stack([each.detach().to(device, torch.float32, non_blocking=True) for each in numbers])
+        if copies_asynchronously(device):
+            on_device, self.numbers = self.numbers, pinned_like(self.numbers)
+            self.numbers.copy_(on_device, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def read(self) -> list[float]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.numbers.tolist()
+
+
+def runs_ahead(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def copies_asynchronously(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Memory of the host that the device can write to while the host works on."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -21,9 +21,8 @@ from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_
 from andrea.checkpoint.find import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, settings_of_runs, to_plain
-from andrea.runtime import host_copy
-from andrea.runtime.device import peak_memory_bytes
 from andrea.runtime.files import StorageFailed, storing
+from andrea.runtime.free_and_peak_memory import peak_memory_bytes
 from andrea.runtime.own_parts import is_own
 from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.runtime.shared_cores import sharing_cores
@@ -42,7 +41,7 @@ from andrea.training.records import Progress
 from andrea.training.records.console import part_words
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import read_lines, write_config
-from andrea.training.step import TrainingStep, Update
+from andrea.training.step import HostCopy, TrainingStep, Update
 
 # ----------------------------------------------------------------------------------------------------------- throughput
 
@@ -282,10 +281,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.config = self.plan.config
-        self.unread: list[tuple[int, host_copy.HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
+        self.unread: list[tuple[int, HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
         self.figures: dict[str, float] = {}  # number, loss and gradient norm of the last step that was read
         self.unjudged: list[tuple[int, float, float]] = []  # step, loss, norm that the health checks do not know yet
-        self.planned = self.config_for(self.progress.planned_steps)
+        self.plan_intervals(self.progress.planned_steps)
         budget, optimizer = self.stopping.budget, self.config.optimizer
         self.is_open = budget is not None and is_open(self.progress.step, self.progress.planned_steps, optimizer)
         if budget and self.is_open:  # as long as it may be: train.max_minutes lets the rate fall earlier
@@ -322,7 +321,7 @@ class Trainer:
             progress.step += 1
             progress.tokens += self.throughput.tokens_per_step
             progress.flops += self.throughput.tokens_per_step * self.throughput.flops_per_token
-            self.unread.append((progress.step, host_copy.HostCopy(update.numbers)))
+            self.unread.append((progress.step, HostCopy(update.numbers)))
             self.step.prefetch(progress.step)
             if not self.read_figures(wait="record" in due or "save" in due):
                 return self.stop_not_finite()
@@ -331,6 +330,7 @@ class Trainer:
             self.note_time(time.perf_counter() - clock, rate)
             if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
                 self.heed_time(wanted)
+            self.drop_estimate()
             if due:
                 self.checkpoints.saver.check()
                 self.tell_health()
@@ -345,14 +345,10 @@ class Trainer:
     def due_at(self, step: int) -> set[str]:
         """What follows step number `step`, counted from 1."""
         train = self.planned.train
-        assert train.eval_every != "auto" and train.save_every != "auto", "auto is resolved before training"
-        # A run that is planned for a small text keeps its intervals where it is shortened.
-        length = self.config.steps if self.plan.is_for_text else self.planned.steps
-        heads_every = max(1, length // MEASUREMENTS, train.eval_every // MOST_BETWEEN)
         is_last = step == self.progress.planned_steps
         is_evaluated = is_last or step % train.eval_every == 0
         is_due = {
-            "heads": step % heads_every == 0,
+            "heads": step % self.heads_every == 0,
             "evaluation": is_evaluated,
             "record": is_evaluated or step % train.log_every == 0,
             "save": is_last or step % train.save_every == 0,
@@ -385,7 +381,7 @@ class Trainer:
         Without `wait`, the newest step on a GPU is left unread: the host then queues one step while the GPU computes
         another. An fp16 step that only overflowed its loss scale is not a failure: the scale was halved and training goes on.
         """
-        leave_newest = host_copy.runs_ahead(self.step.device) and not wait
+        leave_newest = self.step.runs_ahead and not wait
         while len(self.unread) > int(leave_newest):
             number, numbers = self.unread.pop(0)
             loss, norm, finite, *stop_flags = numbers.read()
@@ -408,9 +404,18 @@ class Trainer:
 
     def settle_intervals(self, steps: int) -> None:
         """Compute the intervals that were left `auto` for this length, which may be an estimate; the same on every rank."""
-        self.planned, self.records.console.steps = self.config_for(steps), steps
+        self.plan_intervals(steps)
+        self.records.console.steps = steps
         if self.step.ranks.is_rank_0:
             write_config(self.checkpoints.folder, self.planned)
+
+    def plan_intervals(self, steps: int) -> None:
+        self.planned = self.config_for(steps)
+        train = self.planned.train
+        assert train.eval_every != "auto" and train.save_every != "auto", "auto is resolved before training"
+        # A run that is planned for a small text keeps its intervals where it is shortened.
+        length = self.config.steps if self.plan.is_for_text else self.planned.steps
+        self.heads_every = max(1, length // MEASUREMENTS, train.eval_every // MOST_BETWEEN)
 
     def heed_time(self, wanted: int) -> None:
         """Fix the length at which train.max_minutes ends, or settle the intervals for rank 0's estimate of it."""
@@ -429,6 +434,17 @@ class Trainer:
             f"length: {steps} steps, fixed now: at {speed:,.0f} tokens/s, these fit into "
             f"train.max_minutes={budget.minutes:g}{remedy}"
         )
+
+    def drop_estimate(self) -> None:
+        """Take the planned length for the run's, where the machine has become faster than rank 0's estimate."""
+        step, steps, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
+        if not self.is_open:
+            return
+        if not is_open(step, steps, optimizer):  # the rate falls, and nobody asked for a shorter run
+            self.is_open = False
+            self.settle_intervals(steps)
+        elif not is_open(step, self.planned.steps, optimizer):
+            self.records.console.steps = steps
 
     def heed_evaluation(self) -> None:
         """Begin the decay of the learning rate, or end the run, where its last evaluation asks for it.

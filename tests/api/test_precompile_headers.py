@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_command
 
 from andrea.api.command_line import configure
-from andrea.api.precompile_headers import cached_headers, precompile_headers
+from andrea.api.run import cached_headers, precompile_headers
 from andrea.config import RunConfig
 
 LONG = ["device=cpu", "compile=blocks"]

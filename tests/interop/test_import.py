@@ -359,6 +359,8 @@ GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
         ({"model": {"dropout": 0.5}}, "a model with dropout"),
         ({"pre_tokenizer": {"type": "Digits"}}, "cannot be read by the tokenizers library"),
         ({"added_tokens": [{"content": []}]}, "is not a tokenizer.json"),
+        ({"added_tokens": [{"content": "a"}]}, "is not a tokenizer.json"),
+        ({"added_tokens": [{"content": "a", "id": 1.5}]}, "ids are no numbers"),
     ],
 )
 def test_parts_of_a_tokenizer_that_could_do_harm_are_refused(parts: dict, message: str, copied: Folder) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from andrea.runtime import host_memory
-from andrea.runtime.host_memory import free_host_bytes, held_bytes
+from andrea.runtime import free_and_peak_memory as host_memory
+from andrea.runtime.free_and_peak_memory import free_host_bytes, held_bytes
 
 GIB = 1 << 30
 NO_LIMIT = str(2**63 - 4096)  # as version 1 writes it
@@ -77,7 +77,7 @@ def test_in_a_real_control_group() -> None:
         pytest.skip("no control group can be made here")
     script = (
         f"import os; open('{place}/cgroup.procs', 'w').write(str(os.getpid()));"
-        "from andrea.runtime.host_memory import free_host_bytes; print(free_host_bytes())"
+        "from andrea.runtime.free_and_peak_memory import free_host_bytes; print(free_host_bytes())"
     )
     try:
         (place / "memory.limit_in_bytes").write_text(str(256 << 20))

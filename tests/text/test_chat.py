@@ -31,9 +31,8 @@ from andrea.text.chat import (
 from andrea.text.corpus import open_corpus
 from andrea.text.load_tokenizer import load_tokenizer
 from andrea.text.loader import Loader, validation_batches
-from andrea.text.shards import TokenStream
+from andrea.text.shards import IGNORED_TARGET, TokenStream
 from andrea.text.tokenizer import ByteTokenizer, train_bpe
-from andrea.text.windows import IGNORED_TARGET
 
 BYTES = ChatTokenizer(ByteTokenizer())
 PROMPT_FORMS = [

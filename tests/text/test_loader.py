@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andrea.text.loader import BLOCK, Loader, permute, shares, slots_of, validation_batches
-from andrea.text.shards import TokenStream
-from andrea.text.windows import IGNORED_TARGET, TextWindows, document_begins
+from andrea.text.shards import IGNORED_TARGET, TextWindows, TokenStream, document_begins
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from andrea.text import encodings
 from andrea.text.corpus import open_corpus
 from andrea.text.encodings import whole_blocks
 from andrea.text.listing import Findings
-from andrea.text.sources import Source, is_held_out
+from andrea.text.sources import Source
+from andrea.text.split import is_held_out
 
 
 def many(count: int) -> dict[str, bytes]:
@@ -58,7 +59,7 @@ def test_a_folder_without_python_names_the_data_that_reads_text(tmp_path: Path) 
 def test_the_hash_of_the_relative_path_decides(tmp_path: Path) -> None:
     source = Source("s", "text", folder_of(tmp_path, many(60)))
     val = {name for name in many(60) if hashlib.sha256(name.encode()).digest()[0] < 26}
-    assert 0 < len(val) < 20 and not source.cuts_documents
+    assert 0 < len(val) < 20 and not source.held_out.cuts_documents
     assert sorted(documents(source, "val")) == sorted(many(60)[name].decode() for name in val)
     assert len(documents(source, "train")) == 60 - len(val)
 
@@ -90,7 +91,7 @@ def test_every_byte_is_in_one_split_once_in_pieces_or_whole(tmp_path_factory, te
 def test_ten_documents_of_which_none_is_held_out_are_cut_too(tmp_path: Path) -> None:
     names = [name for name in (f"{n}.md" for n in range(100)) if not is_held_out(name)][:17]
     source = Source("s", "text", folder_of(tmp_path, {name: b"one\ntwo\nthree\nfour\n" for name in names}))
-    assert source.cuts_documents and len(documents(source, "val")) == 17
+    assert source.held_out.cuts_documents and len(documents(source, "val")) == 17
 
 
 def test_files_that_are_not_text_are_left_out_and_reported(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_copies_of_a_text_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     said: list[str] = []
     source.check(said.append)
     train, val = documents(source, "train"), documents(source, "val")
-    assert len(train) + len(val) == len(files) and not set(train) & set(val) and not source.cuts_documents
+    assert len(train) + len(val) == len(files) and not set(train) & set(val) and not source.held_out.cuts_documents
     assert len(files) / 50 < len(val) < len(files) / 4
     singles = {f"single {n}\n" for n in range(40) if is_held_out(f"single/{n}.txt")}
     assert {text for text in val if text.startswith("single")} == singles  # the rule of the names still decides these
@@ -251,7 +252,7 @@ def test_of_nothing_but_copies_the_last_tenth_is_held_out(tmp_path: Path) -> Non
 def test_the_split_of_the_standard_library_keeps_its_two_copies() -> None:
     """Figures of many runs depend on this split."""
     source = Source("pystdlib", "pystdlib", None)
-    held_out = [document.key for document in source.every_document(Findings()) if source.is_held_out(document)]
+    held_out = [document.key for document in source.every_document(Findings()) if source.held_out.is_held_out(document)]
     assert held_out == [document.key for document in source.every_document(Findings()) if is_held_out(document.key)]
 
 

@@ -25,9 +25,8 @@ from andrea.checkpoint import checkpoints_of, newest_whole
 from andrea.config import UserError
 from andrea.text.chat import ASSISTANT, USER, ConversationWindows, Turn, encode_conversation, for_chat
 from andrea.text.formats import pair_of
-from andrea.text.shards import TokenStream
+from andrea.text.shards import IGNORED_TARGET, TokenStream
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.text.windows import IGNORED_TARGET
 from andrea.training.objectives.dpo import DPO
 from andrea.training.objectives.grpo import GRPO, Prompts, windows_of_answers
 from andrea.training.objectives.objective import target_log_probabilities

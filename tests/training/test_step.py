@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 from andrea.training.step import Batch, micro_batches
 
 

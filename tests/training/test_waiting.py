@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from andrea.runtime import host_copy
-from andrea.runtime.host_copy import HostCopy
 from andrea.text.shards import DataLost
+from andrea.training import step as step_module
 from andrea.training.records.run_folder import read_lines
-from andrea.training.step import TrainingStep
+from andrea.training.step import HostCopy, TrainingStep
 
 
 class Queue(TorchDispatchMode):
@@ -58,9 +57,9 @@ def test_between_steps_the_host_waits_for_no_more_than_the_step_before_the_last(
         def synchronize(self) -> None:
             queue.marks.append(("wait", self.position))
 
-    monkeypatch.setattr(host_copy, "runs_ahead", lambda device: True)
-    monkeypatch.setattr(host_copy, "copies_asynchronously", lambda device: True)
-    monkeypatch.setattr(host_copy, "pinned_like", torch.empty_like)
+    monkeypatch.setattr(step_module, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(step_module, "copies_asynchronously", lambda device: True)
+    monkeypatch.setattr(step_module, "pinned_like", torch.empty_like)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(TrainingStep, "run", queue.marking("update", TrainingStep.run))
     monkeypatch.setattr(TrainingStep, "read_batch", queue.marking("read", TrainingStep.read_batch))
@@ -98,7 +97,7 @@ def test_data_that_cannot_be_read_ahead_are_reported_when_they_are_needed(monkey
     step = object.__new__(TrainingStep)
     step.prefetched, step.device, step.loader = None, torch.device("cpu"), Lost()
     step.read_batch = lambda number: step.loader.batch(number, 1)
-    monkeypatch.setattr(host_copy, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(step_module, "runs_ahead", lambda device: True)
     step.prefetch(3)
     with pytest.raises(DataLost):
         step.batch(3)
@@ -108,7 +107,7 @@ def test_a_prefetched_batch_serves_its_own_step_only(monkeypatch: pytest.MonkeyP
     step = object.__new__(TrainingStep)
     step.prefetched, step.device = None, torch.device("cpu")
     step.read_batch = lambda number: ("batch", number)
-    monkeypatch.setattr(host_copy, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(step_module, "runs_ahead", lambda device: True)
     step.prefetch(3)
     assert step.batch(5) == ("batch", 5) and step.batch(3) == ("batch", 3)
 

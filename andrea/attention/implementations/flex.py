@@ -10,8 +10,7 @@ import functools
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from andrea.attention.compatibility import Case, Result, refusal_of_triton
-from andrea.attention.kernels import as_batch_of_heads
+from andrea.attention.compatibility import Case, Result, as_batch_of_heads, refusal_of_triton
 from andrea.attention.mask import Causal, Mask, SlidingWindow, visible_interval, visible_keys
 from andrea.attention.modifiers import ScoreModifiers, alibi_slopes, capped
 from andrea.runtime.compiling import compile_graph

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Case, Result
-from andrea.attention.kernels import as_batch_of_heads, in_rows, like_heads, sink_gradient
+from andrea.attention.compatibility import Case, Result, as_batch_of_heads, in_rows, like_heads
 from andrea.attention.mask import Causal
 from andrea.attention.modifiers import alibi_slopes
-from andrea.runtime.native import COUNT, NUMBER, POINTER, REASONS, address, compiled_library
+from andrea.attention.statistics import sink_gradient
+from andrea.runtime.native import COUNT, NUMBER, POINTER, REASONS, compiled_library
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 SOURCES = {torch.bfloat16: KERNELS / "attend.cpp", torch.float32: KERNELS / "attend_fp32.cpp"}
@@ -106,7 +106,7 @@ def native_attention(
     output, lse = outputs(query)
     tensors = query, key, value, output
     pointers = *map(Tensor.data_ptr, tensors), lse.data_ptr()
-    scoring = softcap, address(slopes), address(sink)
+    scoring = softcap, None if slopes is None else slopes.data_ptr(), None if sink is None else sink.data_ptr()
     library(query.dtype).attend_forward(*pointers, steps_of(*tensors), *shape_of(query, key), *scoring)
     return output, lse
 
@@ -132,7 +132,8 @@ def native_attention_backward(
     before, after = (query, key, value, output), (d_output, *gradients)
     pointers = *map(Tensor.data_ptr, before), lse.contiguous().data_ptr(), *map(Tensor.data_ptr, after)
     shape = shape_of(query, key)
-    library(query.dtype).attend_backward(*pointers, steps_of(*before, *after), *shape, softcap, address(slopes))
+    scoring = softcap, None if slopes is None else slopes.data_ptr()
+    library(query.dtype).attend_backward(*pointers, steps_of(*before, *after), *shape, *scoring)
     return gradients
 
 

@@ -11,8 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Case, Result, refusal_of_triton, shared_by_group
-from andrea.attention.kernels import as_batch_of_heads
+from andrea.attention.compatibility import Case, Result, as_batch_of_heads, refusal_of_triton, shared_by_group
 from andrea.attention.mask import Causal, positions, visible_interval
 from andrea.attention.modifiers import alibi_slopes
 from andrea.attention.statistics import AttentionStatistics, sees, sink_mass_of

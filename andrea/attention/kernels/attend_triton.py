@@ -33,7 +33,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from andrea.attention.kernels import in_rows, like_heads, sink_gradient
+from andrea.attention.compatibility import in_rows, like_heads
+from andrea.attention.statistics import sink_gradient
 from andrea.runtime.device import capability_of
 
 NONE, CAUSAL, INTERVAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

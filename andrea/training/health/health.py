@@ -23,7 +23,7 @@ from andrea.text.chat import ChatTokenizer
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import Standing
-from andrea.training.health.samples import Judgement, ReferenceText, judge_texts
+from andrea.training.health.text_quality import Judgement, ReferenceText, judge_texts
 
 # Finding -> whether it counts as a failure: then health.on_failure=stop ends the run.
 FINDINGS = {
@@ -505,7 +505,7 @@ class Health:
         }
 
     def leak(self, train: float, error: float, val: float) -> dict[str, str]:
-        if self.run.model.drops:  # in training only, which raises the training loss
+        if self.run.model.dropout:  # in training only, which raises the training loss
             return {}
         if train - val <= max(LEAK_NATS, LEAK_ERRORS * error):
             return {}

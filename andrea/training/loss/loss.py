@@ -27,8 +27,8 @@ from andrea.config import RunConfig, UserError
 from andrea.model.gpt import GPT, CallBlock, call_block
 from andrea.runtime.device import WEIGHT_DTYPE, autocast, cpu_multiplies_bf16
 from andrea.runtime.native import COUNT, NUMBER, POINTER, compiled_library
+from andrea.text.shards import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
-from andrea.text.windows import IGNORED_TARGET
 from andrea.training.objectives.objective import Objective
 
 # ---------------------------------------------------------------------------------------------------------------- fused
@@ -121,7 +121,7 @@ def cross_entropy_in_chunks(
 
 
 def uses_kernel(rows: Tensor) -> bool:
-    return runs_on(rows.device)
+    return rows.is_cuda and runs_on(rows.device)
 
 
 def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int, multiple: int = 1) -> int:
@@ -155,7 +155,7 @@ def triton_loss_of_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """Like `torch_loss_of_chunk`, with the Triton kernel, which overwrites the logits with their gradient. logits (n, C):
     the columns beyond n_vocab are no tokens, and their gradient is 0."""
-    from andrea.training.loss.kernels.cross_entropy import cross_entropy_of_rows
+    from andrea.training.loss.kernels.cross_entropy_triton import cross_entropy_of_rows
 
     return cross_entropy_of_rows(logits, targets, n_vocab, cap or 0.0, gradients).sum(), logits if gradients else None
 
@@ -335,7 +335,7 @@ class MicroBatchLoss(nn.Module):
         With an objective, `Objective.sums` in place of the sum. dropout_seeds: (B,) int64 in training; nothing is dropped
         without them. weights (B, T): of the objective.
         """
-        if not self.model.config.drops:
+        if not self.model.config.dropout:
             dropout_seeds = None
         elif dropout_seeds is None:  # an evaluation, which reuses the compiled code of training
             dropout_seeds = torch.full_like(tokens[:, 0], -1)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from andrea.model.gpt import GPT, CallBlock
+from andrea.text.shards import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
-from andrea.text.windows import IGNORED_TARGET
 from andrea.training.objectives.objective import Objective, target_log_probabilities
 
 

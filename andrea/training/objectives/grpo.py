@@ -40,8 +40,7 @@ from andrea.runtime.own_parts import is_own, own_function
 from andrea.text.chat import ROLES, ChatTokenizer, Turn
 from andrea.text.corpus import Corpus
 from andrea.text.loader import permute
-from andrea.text.shards import TokenStream, in_blocks
-from andrea.text.windows import IGNORED_TARGET, document_begins
+from andrea.text.shards import IGNORED_TARGET, TokenStream, document_begins, in_blocks
 from andrea.training.objectives.objective import Batch, Objective, target_log_probabilities
 from andrea.training.parallel.ranks import Ranks
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from andrea.model.gpt import GPT, CallBlock
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 
 
 class Batch(NamedTuple):

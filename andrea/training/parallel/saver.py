@@ -11,7 +11,7 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from andrea.checkpoint.find import mark_and_prune
 from andrea.checkpoint.folder import SHARDS, Files, flushed_files, make_staging_folder, publish
 from andrea.checkpoint.tensors import TensorReader, write_shard
 from andrea.runtime.files import RESUME, StorageFailed, storing
-from andrea.runtime.host_copy import empty_pinned
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.fsdp import FullySharded
@@ -201,3 +200,47 @@ class ShardedSaver(Saver):
     def on_rank_0(self, work: Callable[[], Result]) -> Result:
         """The result of `work` on rank 0. If `work` fails, all ranks raise StorageFailed."""
         return self.on_every_rank(work if self.parallel.ranks.is_rank_0 else lambda: None)[0]
+
+
+# ------------------------------------------------------------------------------------------------ memory for the copies
+
+ALIGNMENT_BYTES = 64  # of tensors in a block; more than any type needs
+LARGEST_SHARED_BYTES = 2**28  # a larger block is opened for a larger tensor only
+
+
+def empty_pinned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Uninitialised pinned memory of the shape and type of each tensor, by name.
+
+    torch rounds each pinned allocation up to a power of two. Tensors therefore share blocks of such sizes.
+    """
+    sizes, places = blocks_for({name: tensor.nbytes for name, tensor in tensors.items()})
+    blocks = [torch.empty(n_byte, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for n_byte in sizes]
+    copies = {}
+    for name, (block, offset) in places.items():
+        tensor = tensors[name]
+        copies[name] = blocks[block][offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return copies
+
+
+def blocks_for(n_bytes: Mapping[str, int]) -> tuple[list[int], dict[str, tuple[int, int]]]:
+    """The sizes of blocks in bytes, powers of two, and for each name its block and its offset there.
+
+    Largest first, each in the first block that has room (first-fit decreasing). A block has room for its first tensor, and is
+    otherwise no larger than all that remains to be placed.
+    """
+    sizes: list[int] = []
+    used: list[int] = []
+    places = {}
+    remaining = {name: -(-n_byte // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for name, n_byte in n_bytes.items()}
+    left = sum(remaining.values())
+    for name in sorted(remaining, key=lambda name: (-remaining[name], name)):
+        needed = remaining[name]
+        block = next((i for i, size in enumerate(sizes) if size - used[i] >= needed), len(sizes))
+        if block == len(sizes):
+            filled = 2 ** (min(left, LARGEST_SHARED_BYTES).bit_length() - 1)
+            sizes.append(max(filled, 2 ** (needed - 1).bit_length()))
+            used.append(0)
+        places[name] = block, used[block]
+        used[block] += needed
+        left -= needed
+    return sizes, places

@@ -25,7 +25,7 @@ from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT, flops_per_token
 from andrea.runtime.compiling import choose_compile
 from andrea.runtime.device import Choice, choose_device
-from andrea.runtime.host_memory import free_host_bytes, held_bytes
+from andrea.runtime.free_and_peak_memory import free_host_bytes, held_bytes
 from andrea.runtime.program import typed_command
 from andrea.training.loss.loss import LOGITS_EAGER, MicroBatchLoss, rows_in_chunk, training_loss_sum
 from andrea.training.optimizer import group_parameters
@@ -210,7 +210,7 @@ def pass_bytes(
         existing = [*model.parameters(), *gradients, *model.buffers()]
         with LiveBytes(existing) as live:
             with torch.autocast("cpu", dtype, enabled=precision != "fp32"):
-                seeds = tokens[:, 0] if config.drops else None
+                seeds = tokens[:, 0] if config.dropout else None
                 hidden = model(tokens, statistics=observing, recompute=recompute, dropout_seeds=seeds)
                 hidden = hidden[0] if observing else hidden
                 loss = planned_nats(model, hidden, tokens, precision)

@@ -40,6 +40,7 @@ FURTHER = {f"as {name}": (PLAIN | changes, {}) for name, changes in IMPORTED.ite
         {"bigram_rows": 37, "qkv_convolution": 3, "value_residual": True},
         {"across_documents": False},
     ),
+    "two heads of keys for six of queries": ({"n_head": 6, "n_kv_head": 2, "d_head": 6}, {}),
     "low-rank changes": ({"lora_rank": 3, "bias": True, "n_kv_head": 1}, {}),
     "layer norm, cosine, a convolution": (
         {"norm": "layernorm", "bias": True, "qkv_convolution": 2, "qk_norm": False},
@@ -276,7 +277,8 @@ def test_path_patching_equals_a_forward_pass_with_one_input_changed(case: str) -
     explained = Explained(model_of(case), prompt_of_two_documents())
     model, layer = explained.model, 2
     found = explained.effects(layer)
-    assert found.shape == (3, 10, 5)
+    n_head = model.config.n_head
+    assert found.shape == (3, 2 * n_head, n_head)
     if not any(word in case for word in ("additive", "cosine")):
         assert found.max() > 0.05
     whole = explained.layers[layer].written[0].transpose(0, 1)  # (T, H, D)
@@ -285,7 +287,7 @@ def test_path_patching_equals_a_forward_pass_with_one_input_changed(case: str) -
         for source in ((0, 3), (1, 0)):
             change = written_without(explained, source, layer, kind) - whole
             lengths = [torch.einsum("hmd,thd->htm", weight, each).flatten(1).norm(dim=-1) for each in (change, whole)]
-            patched = found[KINDS.index(kind), 5 * source[0] + source[1]]
+            patched = found[KINDS.index(kind), n_head * source[0] + source[1]]
             torch.testing.assert_close(patched, lengths[0] / lengths[1], atol=2e-4, rtol=2e-3)
 
 
@@ -304,13 +306,18 @@ def test_the_strongest_reads_come_first() -> None:
         assert effects[reader // 5 - 1][kind, source, reader % 5] == pytest.approx(effect)
 
 
-def test_the_induction_circuit_made_by_hand_is_found() -> None:
-    """Head 1.0 looks at what followed the earlier copy of its token, because head 0.0 wrote it into the key."""
+def copying_by_hand() -> GPT:
+    """The circuit of `hand_made`, whose head 1.0 also writes the token that it finds."""
     model = hand_made()
     induction, n_vocab = model.blocks[1].attention, TOKENIZER.n_vocab
-    induction.value.weight[:n_vocab, :n_vocab] = torch.eye(n_vocab)  # so that head 1.0 writes something
+    induction.value.weight[:n_vocab, :n_vocab] = torch.eye(n_vocab)
     induction.output.weight[:n_vocab, :n_vocab] = torch.eye(n_vocab)
-    explained = Explained(model, prompt_tokens("abcdeabcde"))
+    return model
+
+
+def test_the_induction_circuit_made_by_hand_is_found() -> None:
+    """Head 1.0 looks at what followed the earlier copy of its token, because head 0.0 wrote it into the key."""
+    explained = Explained(copying_by_hand(), prompt_tokens("abcdeabcde"))
     effects = explained.effects(1)  # (3, 3, 3)
     kind, source, reader = torch.unravel_index(effects.argmax(), effects.shape)
     assert (KINDS[kind], int(source), int(reader)) == ("key", 0, 0) and effects.max() > 0.5

@@ -22,7 +22,7 @@ from andrea.text.corpus import open_corpus
 from andrea.text.loader import Loader
 from andrea.training.expected.curves import Expected, Standing
 from andrea.training.health.health import FINDINGS, DataSummary, Evidence, Health, line_end, optimizer_remedy
-from andrea.training.health.samples import ReferenceText
+from andrea.training.health.text_quality import ReferenceText
 from andrea.training.resume import flatten
 
 N_VOCAB, UNIGRAM = 50, 3.0  # ln 50 = 3.91

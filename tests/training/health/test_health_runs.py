@@ -12,8 +12,9 @@ from andrea.config import RunConfig
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.text.corpus import open_corpus
-from andrea.training.health import health, samples
-from andrea.training.health.samples import ReferenceText, judge_texts
+from andrea.training.health import health
+from andrea.training.health import text_quality as samples
+from andrea.training.health.text_quality import ReferenceText, judge_texts
 from andrea.training.records.run_folder import read_lines
 
 pytestmark = pytest.mark.untraced

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.training.health.samples import Loop, ReferenceText, TextFigures, find_loop, judge_texts, split_pieces
+from andrea.training.health.text_quality import Loop, ReferenceText, TextFigures, find_loop, judge_texts, split_pieces
 
 TOKENIZER = ByteTokenizer()
 N_TOKEN = 400

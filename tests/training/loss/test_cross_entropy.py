@@ -10,7 +10,7 @@ import torch
 from andrea.api.command_line import configure
 from andrea.config import RunConfig
 from andrea.model import GPT, initialise
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 from andrea.training.evaluation import summary, sums_over
 from andrea.training.loss.loss import loss_sum_from_hidden
 

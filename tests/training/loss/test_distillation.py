@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model import GPT, initialise
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 from andrea.training.loss.loss import MicroBatchLoss, Teachers
 from andrea.training.records.run_folder import read_lines
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from andrea.config import AttentionConfig, group_config
 from andrea.model import GPT, initialise
 from andrea.runtime.device import autocast
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 from andrea.training.loss import loss as fused
 from andrea.training.loss.loss import MicroBatchLoss, loss_sum_from_hidden, training_loss_sum
 from andrea.training.parallel.ranks import reuses_training_graph
@@ -207,7 +207,7 @@ def test_a_gpus_own_tanh_errs_no_more_than_the_rounding_of_the_logits(
     pytest.importorskip("triton")
     from coarse_tanh import coarse_tanh
 
-    from andrea.training.loss.kernels import cross_entropy
+    from andrea.training.loss.kernels import cross_entropy_triton as cross_entropy
 
     generator = torch.Generator().manual_seed(3)
     exact = spread * torch.randn(64, V, generator=generator, dtype=torch.float64)
@@ -229,7 +229,7 @@ def test_a_gpus_own_tanh_errs_no_more_than_the_rounding_of_the_logits(
 def test_a_soft_cap_that_is_reached_everywhere_leaves_the_sum_finite() -> None:
     """All logits at -cap: e^(-2 cap) is what the sum is made of, the smallest that the fixed maximum must hold."""
     pytest.importorskip("triton")
-    from andrea.training.loss.kernels.cross_entropy import LARGEST_FIXED
+    from andrea.training.loss.kernels.cross_entropy_triton import LARGEST_FIXED
 
     logits = torch.full((2, V), -1e6)
     logits[1] = 1e6
@@ -295,7 +295,7 @@ def test_a_chunk_has_at_most_as_many_logits_as_are_allowed(monkeypatch) -> None:
 def test_the_kernel_runs_on_the_gpu_that_holds_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current GPU. There is none here, so this records what the launch stands in."""
     pytest.importorskip("triton")
-    from andrea.training.loss.kernels import cross_entropy
+    from andrea.training.loss.kernels import cross_entropy_triton as cross_entropy
 
     events: list[object] = []
 

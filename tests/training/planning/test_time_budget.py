@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,24 @@ def test_the_decay_ends_with_the_time(train, tmp_path: Path, capsys: pytest.Capt
     assert "length: the steps that fit into train.max_minutes=1, at most " in out
     assert f"length: {steps} steps, fixed now" in out and "makes all" not in out
     assert f"done at step {steps} of {steps}, the length planned for train.max_minutes=1" in out
+
+
+class SlowAtFirst(Ticking):
+    def __call__(self) -> float:
+        self.tick = SECONDS_PER_READING * (2 if self.now < 16 else 1)
+        return super().__call__()
+
+
+def test_an_estimate_that_was_too_short_is_dropped(train, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Other work slows the machine at first: 60 steps are estimated to need more than the time, and then they do not."""
+    words = ["train.steps=60", "train.eval_every=auto", "train.save_every=auto", "train.max_minutes=1.5"]
+    checkpoint, records = train(*words, clock=SlowAtFirst())
+    assert checkpoint.step == 60 and rates(records) == [rate_at(step, 60, MUON) for step in range(60)]
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    steps = [tuple(map(int, re.match(r"step +(\d+)/(\d+)", line).groups())) for line in shown]
+    assert any(length < 60 for _, length in steps) and steps[-1] == (60, 60)
+    assert all(step <= length for step, length in steps)
+    assert [record["step"] for record in records if "val/loss" in record][-2] == 60
 
 
 @pytest.mark.parametrize("words", [[], ["seed=2"], ["train.steps=auto"], ["train.max_minutes=auto"]])

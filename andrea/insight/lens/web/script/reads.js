@@ -11,7 +11,7 @@ function writeReads() {
   byId("only-head-label").textContent = `only head ${labelOf(state.head)}`;
   byId("only-head").checked = state.onlyHead;
   const shown = shownReads();
-  byId("circuit").replaceChildren(...circuitInWords());
+  byId("circuit").replaceChildren(...circuitInWords().flat(Infinity));
   drawGraph(shown);
   const rows = shown.map((read) =>
     newElement(
@@ -79,7 +79,7 @@ function circuitInWords() {
 // -------------------------------------------------------------------------------------------------------- the graph
 
 function newSvg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  const element = document.createElementNS(byId("graph").namespaceURI, tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else element.setAttribute(name, value);
@@ -89,7 +89,8 @@ function newSvg(tag, attributes, ...children) {
 }
 
 function drawGraph(shown) {
-  const width = Math.min(680, byId("graph").clientWidth || 340);
+  const graph = byId("graph");
+  const width = Math.min(680, graph.parentElement.clientWidth || 340);
   const [left, rowHeight] = [58, Math.max(44, Math.min(110, 380 / L))];
   const height = rowHeight * L;
   const place = (n) => ({
@@ -102,9 +103,10 @@ function drawGraph(shown) {
   const layers = Array.from({ length: L }, (_, layer) =>
     newSvg("text", { x: 0, y: place(layer * H).y + 4, class: "layer-name" }, `layer ${layer}`),
   );
-  const label = `Graph of ${shown.length} arrows between heads; the table below lists them.`;
-  const size = { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label };
-  byId("graph").replaceChildren(newSvg("svg", size, ...layers, ...arrows, ...heads));
+  graph.setAttribute("width", width);
+  graph.setAttribute("height", height);
+  graph.setAttribute("aria-label", `Graph of ${shown.length} arrows between heads; the table lists them.`);
+  graph.replaceChildren(...layers, ...arrows, ...heads);
 }
 
 function newArrow({ source, reader, kind, effect }, from, to, rowHeight) {

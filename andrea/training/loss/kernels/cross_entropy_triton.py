@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andrea.text.windows import IGNORED_TARGET
+from andrea.text.shards import IGNORED_TARGET
 
 BLOCK, WARPS = 4096, 8  # BLOCK: columns that a program reads at once
 LARGEST_FIXED = 40.0

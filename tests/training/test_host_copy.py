@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from andrea.config import group_config
 from andrea.model import GPT
-from andrea.runtime.host_copy import ALIGNMENT_BYTES, blocks_for, empty_pinned
+from andrea.training.parallel.saver import ALIGNMENT_BYTES, blocks_for, empty_pinned
 
 SIZES = st.dictionaries(st.text("abc", max_size=4), st.integers(1, 2**28), max_size=20)
 

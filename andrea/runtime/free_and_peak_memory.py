@@ -1,4 +1,4 @@
-"""How much memory this process may still allocate, by the machine and by limits on the process; errors of lacking memory.
+"""How much memory this process may still allocate, by the machine and by limits on it; its peak; errors of lacking memory.
 
 Docker, Kubernetes and SLURM limit a process by Linux control groups. A process that exceeds such a limit is killed without
 a word, and /proc/meminfo shows the memory of the whole machine all the same.
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from andrea.runtime.system import resource
+
+if TYPE_CHECKING:  # commands that load no torch import this module
+    import torch
 
 ROOT = Path("/")
 UNKNOWN_BYTES = 4 << 30  # where no system call tells
@@ -105,3 +110,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATION_FAILED)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The peak memory so far: of tensors on a GPU, or of this process on a CPU. 0 on Windows, which does not tell it."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return 0
+    unit_bytes = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
