@@ -38,7 +38,7 @@ from andrea.text.tokenizer import Tokenizer
 
 LARGEST_SMALL_PAGE_BYTES = 300_000
 MOST_TOKENS = 32  # few enough for a complete map of every head, even of many heads
-MOST_MAP_CELLS = 64_000  # of all heads
+MOST_MAP_CELLS = 50_000  # of all heads
 
 
 @torch.no_grad()
