@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_attribution import Explained, model_of
+from test_attribution import Explained, copying_by_hand, model_of
 from test_lens_page import Opened, assert_shown, browser, page_of  # noqa: F401
 from tiny_models import TOKENIZER, make, prompt_tokens
 
@@ -112,6 +112,21 @@ def test_the_graph_shows_the_strongest_reads(browser, tmp_path: Path) -> None:  
     page.locator("#only-head").uncheck()
     page.locator("#graph .head-mark").nth(11).click()
     assert opened.text("#chosen").startswith("head 2.1")
+    assert opened.is_quiet(), (opened.messages, opened.requests)
+
+
+def test_the_induction_circuit_is_named_and_seen(browser, tmp_path: Path) -> None:  # noqa: F811
+    opened = Opened(browser, page_of(copying_by_hand(), tmp_path / "lens.html", "abcdeabcde"), "#h=1.0&q=6&k=2")
+    assert opened.text("#circuit").startswith("Induction circuit: head 0.0 previous-token looks at")
+    assert "head 1.0 induction reads that in its key" in opened.text("#circuit")
+    first = opened.page.locator("#reads-table tbody tr").first
+    assert first.get_attribute("data-read") == "0.0 1.0 key"
+    assert opened.page.locator("#why-pairs tbody tr").first.inner_text().split("\t")[2:] == [
+        "token a",
+        "head 0.0 previous-token",
+    ]
+    opened.page.locator("#circuit button").first.click()
+    assert opened.text("#chosen").startswith("head 0.0")
     assert opened.is_quiet(), (opened.messages, opened.requests)
 
 

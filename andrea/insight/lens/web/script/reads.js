@@ -11,7 +11,7 @@ function writeReads() {
   byId("only-head-label").textContent = `only head ${labelOf(state.head)}`;
   byId("only-head").checked = state.onlyHead;
   const shown = shownReads();
-  byId("circuit").replaceChildren(...circuitInWords());
+  byId("circuit").replaceChildren(...circuitInWords().flat(Infinity));
   drawGraph(shown);
   const rows = shown.map((read) =>
     newElement(
