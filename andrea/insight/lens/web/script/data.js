@@ -1,6 +1,6 @@
 // The page's data, and the attention weights computed from it in double precision.
 //
-// T tokens, L layers, H heads per layer, D width of a value, N width of a query or key as it is scored. Heads are numbered
+// T tokens, L layers, H heads per layer, D width of a value. Heads are numbered
 // n = layer * H + head; i is the position of a query, j of a key. Matrices are flat arrays.
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
@@ -109,7 +109,6 @@ function weightsFromMap(n) {
 }
 
 function withWeights(head, n) {
-  head.width = head.query.length / T;
   head.weights = new Float64Array(T * T);
   for (let i = 0; i < T; i++) {
     const row = softmaxRow(head, n, i);
@@ -144,7 +143,7 @@ function sinkOf(n) {
 
 // The score as the softmax takes it: capped, and lower with the distance, where the model does so.
 function scoreOf(head, n, i, j) {
-  const score = cappedScore(compatibilityOf(head, n, i, j));
+  const score = cappedScore(compatibilityOf(head, i, j));
   return facts.slopes === null ? score : score - facts.slopes[n % H] * Math.abs(i - j);
 }
 
@@ -152,12 +151,7 @@ function cappedScore(score) {
   return facts.softcap === null ? score : facts.softcap * Math.tanh(score / facts.softcap);
 }
 
-// What the compatibility function says.
-function compatibilityOf(head, n, i, j) {
-  const N = head.width;
-  const mixing = facts.mixing && facts.mixing[layerOf(n)][n % H]; // of the additive function alone
-  let sum = 0;
-  if (mixing) for (let c = 0; c < N; c++) sum += mixing[c] * Math.tanh(head.query[i * N + c] + head.key[j * N + c]);
-  else for (let c = 0; c < N; c++) sum += head.query[i * N + c] * head.key[j * N + c];
-  return sum;
+// What the compatibility function says of a key up to the query: row i of the file's triangle has the keys 0 to i.
+function compatibilityOf(head, i, j) {
+  return head.scores[(i * (i + 1)) / 2 + j];
 }
