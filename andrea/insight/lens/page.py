@@ -158,12 +158,13 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
         arrays["value_parts"] = torch.stack(norms, dim=-1)  # (T, parts)
     if trace.gate is not None:
         arrays["gate"] = trace.gate[0, index, :, :SHOWN_NUMBERS]  # (T, 1) or (T, shown numbers)
-    for name, vectors in (("key", value), ("query", written)):
-        added = vectors @ of_head.T  # (T, d_model)
-        arrays[f"{name}_write"] = torch.cat((added.norm(dim=-1, keepdim=True), added[:, :COMPONENTS]), -1)
-        if detail:
-            ids, changes = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
-            arrays |= {f"{name}_logits": changes, f"{name}_logits_ids": ids}
+    vectors = torch.cat((value, written))  # (2 T, D): of each key, of each query
+    added = vectors @ of_head.T
+    added = {"write": torch.cat((added.norm(dim=-1, keepdim=True), added[:, :COMPONENTS]), -1)}
+    if detail:
+        added["logits_ids"], added["logits"] = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
+    for name, both in added.items():
+        arrays[f"key_{name}"], arrays[f"query_{name}"] = both.chunk(2)
     return as_arrays(arrays, model.n_vocab)
 
 
