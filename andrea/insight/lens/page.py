@@ -13,7 +13,7 @@ import base64
 import dataclasses
 import html
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ from andrea.insight.lens.attribution import (
     score_parts,
     written_parts,
 )
+from andrea.insight.lens.interventions import ablate_heads
 from andrea.insight.lens.scores import NAMES, names_of, probe_scores, score_layer, stack_layers, targets_of
-from andrea.insight.lens.trace import LayerTrace, ablate_heads, logit_attribution, next_log_probabilities, trace_layers
+from andrea.insight.lens.trace import LayerTrace, logit_attribution, next_log_probabilities, trace_layers
 from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
 
@@ -203,6 +204,11 @@ def as_arrays(tensors: dict[str, Tensor], n_vocab: int) -> dict[str, np.ndarray]
     }
 
 
+def ids_in(arrays: dict[str, np.ndarray]) -> set[int]:
+    """The token ids in the arrays that hold such."""
+    return {token for name, array in arrays.items() if name.endswith("_ids") for token in array.flatten().tolist()}
+
+
 def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
     """Returns the base64 of all arrays, and their layout. Arrays of larger types come first, for alignment."""
     ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
@@ -305,16 +311,33 @@ MOST_TOKENS_PATCHED = 128  # of a prompt for which heads are patched: the time g
 ELEMENT_BYTES = 100  # of the HTML element around a head's arrays
 
 
+@dataclass(frozen=True)
+class Panel:
+    """The data of a section of the page that stands beside the heads."""
+
+    name: str  # of its block in the file
+    arrays: dict[str, np.ndarray]  # token ids in arrays whose names end with _ids
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
 class LensPage:
     """The page of one prompt. `most_full_heads` returns how many heads fit in full; `render` returns the HTML text.
 
-    detail: include ablations and direct logit attribution, which take most of the time.
+    detail: include ablations and direct logit attribution, which take most of the time. panels: further sections.
     """
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, measurements: Measurements, source: Source, *, detail: bool = True
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        measurements: Measurements,
+        source: Source,
+        *,
+        detail: bool = True,
+        panels: Sequence[Panel] = (),
     ) -> None:
         self.model, self.measurements, self.source, self.detail = model, measurements, source, detail
+        self.panels = panels
         self.texts = token_texts(tokenizer)
         # Token ids (T, C): the likeliest next tokens of each position, and the prompt's next token, the target. The prompt's
         # last position has none: its target is the likeliest token.
@@ -326,6 +349,7 @@ class LensPage:
         self.blocks = {"maps": pack({"maps": measurements.maps}), "next": pack(as_arrays(predicted, model.n_vocab))}
         if measurements.gates is not None:
             self.blocks["gates"] = pack(as_arrays({"gates": measurements.gates}, model.n_vocab))
+        self.blocks |= {panel.name: pack(panel.arrays) for panel in panels if panel.arrays}
         if detail:
             self.explain()
 
@@ -367,7 +391,7 @@ class LensPage:
         packed, effects, token_ids = {}, {}, set()
         for head, arrays in self.arrays_of(full):
             packed[head] = pack(arrays)
-            token_ids.update(*(array.flatten().tolist() for name, array in arrays.items() if name.endswith("_ids")))
+            token_ids |= ids_in(arrays)
             if self.detail:
                 effects[head] = arrays["ablated_candidates"][:, -1]
         return self.assemble(packed, effects, self.texts_of(token_ids))
@@ -401,8 +425,11 @@ class LensPage:
         return float((with_head - without).mean())
 
     def texts_of(self, used: set[int]) -> dict[int, str]:
-        """The texts of the prompt's tokens, the candidates, and the tokens `used`."""
-        shown = used | set(self.candidates.flatten().tolist()) | set(self.measurements.tokens[0].tolist())
+        """The texts of the prompt's tokens, the candidates, the tokens of panels, and the tokens `used`."""
+        of_panels = [ids_in(panel.arrays) for panel in self.panels]
+        shown = (
+            used.union(*of_panels) | set(self.candidates.flatten().tolist()) | set(self.measurements.tokens[0].tolist())
+        )
         return {token: self.texts[token] for token in sorted(shown)}
 
     def assemble(
@@ -425,6 +452,7 @@ class LensPage:
             "score_width": self.measurements.layers[0].query.shape[-1],
             "value_parts": list(self.measurements.layers[0].value_parts),
             "detail": self.detail,
+            **{name: fact for panel in self.panels for name, fact in panel.facts.items()},
             "logit_softcap": self.model.config.logit_softcap,
             "parts": [[part.kind, part.layer, part.head] for part in parts_of(self.model)],
             "mixed": self.model.config.qkv_convolution or 1,

@@ -12,9 +12,10 @@ from conftest import launched_browser
 from tiny_models import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
 
 from andrea.attention import Cosine, ScaledDotProduct, alibi_slopes, attention_weights
+from andrea.insight.lens.interventions import ablate_heads
 from andrea.insight.lens.lens import small_lens
 from andrea.insight.lens.page import LensPage, Source, measure
-from andrea.insight.lens.trace import ablate_heads, trace_layers
+from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 
 pytestmark = pytest.mark.untraced

@@ -1,0 +1,144 @@
+"""Interventions: the forward pass with one part changed, and the predictions that follow from it.
+
+Ablation: a head writes zeros. Patching: a part is replaced by what it is in the run of another prompt. The pass restarts at the
+changed layer, from the residual stream in a `LayerTrace`.
+
+B sequences, T tokens, L layers, H heads, D = d_head, V vocabulary, n changed copies of one prompt, C compared next tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from andrea.attention import SharedInputs
+from andrea.insight.lens.trace import LayerTrace, block_outputs, finish_block, next_log_probabilities
+from andrea.model.gpt import GPT
+
+# ------------------------------------------------------------------------------------------------------------- ablation
+
+LOGITS_AT_ONCE = 1 << 26  # of ablations computed at once: a quarter of a GiB
+
+
+@torch.no_grad()
+def ablate_heads(
+    model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int], last_only: bool = False
+) -> Iterator[tuple[int, Tensor]]:
+    """Ablate one of a layer's `heads` at a time: it writes zeros. Yields (head, ln p of the next token (T, V)).
+
+    tokens (1, T). last_only: yield only ln p after the last token, (1, V). What the heads write is `LayerTrace.written`.
+    The forward pass restarts at this layer, from the residual stream in `trace`.
+    """
+    n_token = tokens.shape[1]
+    at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))
+    for begin in range(0, len(heads), at_once):
+        some = list(heads[begin : begin + at_once])
+        written = trace.written.repeat(len(some), 1, 1, 1)  # (ablated heads, H, T, D)
+        written[range(len(some)), some] = 0
+        x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), written)
+        for block in model.blocks[layer + 1 :]:
+            x, _ = block(x, trace.shared)  # all copies share the inputs of the one sequence
+        x = x[:, -1:] if last_only else x
+        yield from zip(some, next_log_probabilities(model, x), strict=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- patching
+# Activation patching between two prompts of T tokens (Vig et al. 2020, arXiv 2004.12265; Zhang and Nanda 2024, arXiv
+# 2309.16042). Prompt A runs, and one part of its run is replaced by that part of the run of prompt B. If the prediction then
+# moves to that of B, this part carries what distinguishes the prompts. `one` and `other` are the traces of a layer in the runs
+# of A and B. `places` says what is replaced in each of n copies. Each function returns the logits after the last token, (n, V).
+
+
+@torch.no_grad()
+def patch_stream(model: GPT, one: LayerTrace, other: LayerTrace, layer: int, places: Tensor) -> Tensor:
+    """Replace all that `layer` reads at some positions. places bool (n, T).
+
+    That is the residual stream, and what later layers read of the position besides: the first layer's values and the value
+    embedding, in a model that has them. So with all positions replaced, the logits are those of prompt B.
+    """
+    x = torch.where(places[..., None], other.before, one.before)
+    return last_logits(model, layer, x, patched_inputs(one.shared, other.shared, places))
+
+
+@torch.no_grad()
+def patch_heads(model: GPT, one: LayerTrace, other: LayerTrace, layer: int, places: Tensor) -> Tensor:
+    """Replace what some heads of `layer` write at some positions. places bool (n, H, T).
+
+    With all heads of a position, it is the output of attention that is replaced.
+    """
+    written = torch.where(places[..., None], other.written, one.written)
+    x = finish_block(model.blocks[layer], one.before.expand(len(places), -1, -1), written)
+    return last_logits(model, layer + 1, x, one.shared)
+
+
+@torch.no_grad()
+def patch_mlp(model: GPT, one: LayerTrace, other: LayerTrace, layer: int, places: Tensor) -> Tensor:
+    """Replace what the MLP of `layer` writes at some positions. places bool (n, T)."""
+    block = model.blocks[layer]
+    attended, own = block_outputs(block, one.before, one.written)
+    _, others = block_outputs(block, other.before, other.written)
+    x = one.before + attended + torch.where(places[..., None], others, own)
+    return last_logits(model, layer + 1, x, one.shared)
+
+
+def patched_inputs(one: SharedInputs, other: SharedInputs, places: Tensor) -> SharedInputs:
+    """The inputs that all layers share, with those of the other run at places (n, T)."""
+    values, source = one.first_value, one.value_source
+    if values is not None:
+        values = torch.where(places[:, None, :, None], other.first_value, values)
+    if source is not None:  # (1, T) tokens, or (1, T, d_model)
+        source = torch.where(places if source.ndim == 2 else places[..., None], other.value_source, source)
+    return one._replace(first_value=values, value_source=source)
+
+
+def last_logits(model: GPT, layer: int, x: Tensor, shared: SharedInputs) -> Tensor:
+    """The input of `layer`, (n, T, d_model) -> the logits after the last token, (n, V)."""
+    for block in model.blocks[layer:]:
+        x, _ = block(x, shared)
+    return model.logits(model.final_norm(x[:, -1])).float()
+
+
+NUMBERS_AT_ONCE = 1 << 22  # of the residual streams of copies that run together: 16 MB
+
+
+@torch.no_grad()
+def patch_all(
+    model: GPT, layers: Sequence[LayerTrace], others: Sequence[LayerTrace], compared: Tensor
+) -> dict[str, Tensor]:
+    """The logits of the compared tokens (C,) after the last token, with each part of run A replaced in turn.
+
+    layers, others: the traces of all layers in the runs of A and B. Returns `stream`, `attention` and `mlp`, (L, T, C): at one
+    position, all that a layer reads, what its attention writes, what its MLP writes. `heads`, (L, H, C): what one head writes, at
+    all positions. `whole`, (2, C): the logits of A and of B.
+    """
+    n_head, n_token = layers[0].written.shape[1:3]
+    positions = torch.eye(n_token, dtype=torch.bool, device=compared.device)
+    heads = torch.eye(n_head, dtype=torch.bool, device=compared.device)[..., None].expand(-1, -1, n_token)
+    kinds = {
+        "stream": (patch_stream, positions),
+        "attention": (patch_heads, positions[:, None].expand(-1, n_head, -1)),
+        "mlp": (patch_mlp, positions),
+        "heads": (patch_heads, heads),
+    }
+    at_once = max(1, NUMBERS_AT_ONCE // layers[0].before.numel())
+    whole = torch.cat([last_logits(model, len(layers), run[-1].after, run[-1].shared) for run in (layers, others)])
+    found = {"whole": whole[:, compared]}
+    # Before the first token in which the prompts differ, the runs are equal: nothing changes there.
+    first = int((layers[0].before != others[0].before).any(-1)[0].float().argmax())
+    for kind, (patch, places) in kinds.items():
+        begin = 0 if kind == "heads" else first
+        unchanged = found["whole"][:1].expand(begin, -1)
+        found[kind] = torch.stack(
+            [
+                torch.cat(
+                    [
+                        unchanged,
+                        *(patch(model, one, other, layer, some)[:, compared] for some in places[begin:].split(at_once)),
+                    ]
+                )
+                for layer, (one, other) in enumerate(zip(layers, others, strict=True))
+            ]
+        )
+    return found
