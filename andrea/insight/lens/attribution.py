@@ -145,11 +145,13 @@ def score_parts(
         return None
     groups = [head * projection.n_kv_head // model.config.n_head for head in heads]
     heads = list(heads)
-    rows = [projection.rows(projection.norm(part)) for part in parts[: layer + 1]]
-    rows.append(tuple(each.sum(0, keepdim=True) for each in projection.rows(projection.biases(), has_bias=True)))
-    return ScoreParts(
-        query=torch.cat([query[:, heads] for query, _ in rows]), key=torch.cat([key[:, groups] for _, key in rows])
-    )
+    rows = []
+    for part in parts[: layer + 1]:
+        query, key = projection.rows(projection.norm(part))
+        rows.append((query[:, heads], key[:, groups]))  # copies: the rows of the other heads are freed
+    query, key = (each.sum(0, keepdim=True) for each in projection.rows(projection.biases(), has_bias=True))
+    rows.append((query[:, heads], key[:, groups]))
+    return ScoreParts(*(torch.cat(side) for side in zip(*rows, strict=True)))
 
 
 class FrozenProjection:
@@ -339,12 +341,13 @@ def head_effects(model: GPT, layers: Sequence[LayerTrace], parts: Sequence[Tenso
 
 SHOWN_PAIRS = 8  # of a cell
 MOST_CELLS = 30_000  # whose pairs are in the file: of each query, those with the largest weights
+FEWEST_KEYS = 3  # of a query
 SHOWN_READS = 6  # earlier heads from which a head reads most, for its query, its key and its value
 
 
 def keys_per_query(n_head: int, n_token: int) -> int:
     """The number of keys of each query whose pairs are in the file, for n_head heads in full."""
-    return max(1, min(n_token, MOST_CELLS // (n_head * n_token)))
+    return min(n_token, max(FEWEST_KEYS, MOST_CELLS // (n_head * n_token)))
 
 
 def as_shares(numbers: Tensor) -> tuple[np.ndarray, np.ndarray]:

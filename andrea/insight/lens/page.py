@@ -1,7 +1,7 @@
 """The lens as one HTML file: a small map of every head, and all vectors of the heads that are shown in full.
 
-For a head in full, the page computes the weights in double precision, from the fp32 scores in the file. Of the long vectors, it
-shows the first numbers, and the file holds no more.
+For a head in full, the page computes the weights in double precision, from the fp32 scores in the file; for a long prompt, from
+the fp32 queries and keys, which are then smaller. Of other long vectors, the file holds the first numbers, which the page shows.
 
 T tokens, L layers, H heads, D = d_head, N width of a query or key from which a score is computed, V vocabulary, C candidates
 for the next token.
@@ -84,7 +84,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "slopes": alibi_slopes(config.n_head).tolist() if modifiers.alibi else None,
         "sinks": None if attention.sink is None else [block.attention.sink.tolist() for block in model.blocks],
         "sharpness": [each.log_sharpness.exp().tolist() for each in functions] if function is Cosine else None,
-        "mixing": [each.weight[:, :SHOWN_NUMBERS].tolist() for each in functions] if function is Additive else None,
+        "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,
         "own_shares": [[1.0] * config.n_head if each is None else each.tolist() for each in shares] or None,
         "tokens": tokens[0].tolist(),
@@ -144,14 +144,20 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
     value, written = trace.value[0, index], trace.written[0, index]  # (T, D)
     of_head = model.blocks[layer].attention.output_by_head[index]  # (d_model, D)
     compatibility = model.blocks[layer].attention.compatibility
-    mixing = compatibility.weight[index] if type(compatibility) is Additive else None
-    scores = scores_of(trace.query[0, index], trace.key[0, index], mixing)
+    query, key = trace.query[0, index], trace.key[0, index]  # (T, N)
+    n_token, width = query.shape
     arrays: dict[str, Tensor] = {
-        "scores": scores[tuple(torch.tril_indices(*scores.shape))],  # (T (T + 1) / 2,): row i has the keys 0 to i
-        "query": trace.query[0, index, :, :SHOWN_NUMBERS],
-        "key": trace.key[0, index, :, :SHOWN_NUMBERS],
+        "query": query,
+        "key": key,
         "value": torch.cat((value.norm(dim=-1, keepdim=True), value[:, :SHOWN_NUMBERS]), -1),
     }
+    if n_token * (n_token + 1) / 2 < 2 * n_token * width:
+        scores = scores_of(query, key, compatibility.weight[index] if type(compatibility) is Additive else None)
+        arrays |= {
+            "scores": scores[tuple(torch.tril_indices(n_token, n_token))],  # row i has the keys 0 to i
+            "query": query[:, :SHOWN_NUMBERS],
+            "key": key[:, :SHOWN_NUMBERS],
+        }
     if model.blocks[layer].attention.is_exclusive:
         arrays["own_value"] = along_own_value(trace.retrieved[0, index], value)
     if len(trace.value_parts) > 1:

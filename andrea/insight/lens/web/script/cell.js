@@ -94,7 +94,7 @@ function mixtureText(name, shares) {
 function scoreStepsOf(head) {
   const { head: n, i, j } = state;
   const [query, key] = [shownNumbers(head.query, i), shownNumbers(head.key, j)];
-  const score = compatibilityOf(head, i, j);
+  const score = compatibilityOf(head, n, i, j);
   switch (facts.compatibility) {
     case "ScaledDotProduct":
       return scaledDotProductSteps(query, key, score);
@@ -176,7 +176,7 @@ function additiveStep(query, key, score, mixing) {
 function modifierSteps(head) {
   const { head: n, i, j } = state;
   if (j > i) return [];
-  const score = compatibilityOf(head, i, j);
+  const score = compatibilityOf(head, n, i, j);
   const [capped, cap] = [cappedScore(score), facts.softcap];
   const steps = [];
   if (cap !== null) {

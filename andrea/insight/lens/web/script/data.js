@@ -143,7 +143,7 @@ function sinkOf(n) {
 
 // The score as the softmax takes it: capped, and lower with the distance, where the model does so.
 function scoreOf(head, n, i, j) {
-  const score = cappedScore(compatibilityOf(head, i, j));
+  const score = cappedScore(compatibilityOf(head, n, i, j));
   return facts.slopes === null ? score : score - facts.slopes[n % H] * Math.abs(i - j);
 }
 
@@ -151,7 +151,14 @@ function cappedScore(score) {
   return facts.softcap === null ? score : facts.softcap * Math.tanh(score / facts.softcap);
 }
 
-// What the compatibility function says of a key up to the query: row i of the file's triangle has the keys 0 to i.
-function compatibilityOf(head, i, j) {
-  return head.scores[(i * (i + 1)) / 2 + j];
+// What the compatibility function says of a key up to the query. The file has the scores, row i for the keys 0 to i; for a long
+// prompt it has the whole queries and keys instead.
+function compatibilityOf(head, n, i, j) {
+  if (head.scores) return head.scores[(i * (i + 1)) / 2 + j];
+  const N = facts.score_width;
+  const mixing = facts.mixing && facts.mixing[layerOf(n)][n % H]; // of the additive function alone
+  let sum = 0;
+  if (mixing) for (let c = 0; c < N; c++) sum += mixing[c] * Math.tanh(head.query[i * N + c] + head.key[j * N + c]);
+  else for (let c = 0; c < N; c++) sum += head.query[i * N + c] * head.key[j * N + c];
+  return sum;
 }

@@ -98,7 +98,7 @@ function sourceLabel({ part: [kind, layer, index], distance }, position) {
 // What is left of the score after its largest pairs, and what comes after the sum.
 function remainderRows(head, at, pairs) {
   const { head: n, i, j } = state;
-  const sum = compatibilityOf(head, i, j);
+  const sum = compatibilityOf(head, n, i, j);
   const biases = head.pair_biases[at];
   const rest = sum - biases - pairs.reduce((total, { adds }) => total + adds, 0);
   const rows = [remainderRow("all other pairs together", rest)];
