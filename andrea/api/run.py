@@ -112,7 +112,9 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     """Train a new run, or continue from the checkpoint that `resume` finds. started: see `start`."""
     from andrea.insight.compare.page import RunPage
     from andrea.insight.lens.lens import small_lens
+    from andrea.insight.lens.scores import probe_scores
     from andrea.training import resume
+    from andrea.training.evaluation import Lens
     from andrea.training.parallel.ranks import join_ranks
     from andrea.training.planning.dry_run import describe
     from andrea.training.planning.length import with_length_and_name
@@ -161,7 +163,8 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
         if config.dry_run:
             ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))
             return FinishedRun(0, None)
-        return FinishedRun(*start(config, checkpoint, ranks, watchdog, small_lens, RunPage, left_auto, groups, started))
+        lens = Lens(small_lens, probe_scores)
+        return FinishedRun(*start(config, checkpoint, ranks, watchdog, lens, RunPage, left_auto, groups, started))
 
 
 # ------------------------------------------------------------------------------------------------------- torch's headers

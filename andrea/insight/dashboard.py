@@ -33,6 +33,8 @@ SECTIONS = {  # key of a logged figure -> its title; in "Health" a pattern of ke
         "attention/highest_first_token_mass": "largest weight of a head on the first token",
         "attention/previous_token_mass": "weight on the previous token",
         "attention/highest_previous_token_mass": "largest weight of a head on the previous token",
+        "attention/highest_induction_score": "highest induction score of a head",
+        "attention/in_context_nats": "in-context score, nats",
     },
     "Health": {
         "^health/findings/.*": "findings: 1 where a check failed",

@@ -8,12 +8,11 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from andrea.attention import HeadStatistics
 from andrea.config import RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
@@ -25,7 +24,17 @@ from andrea.text.loader import validation_batches
 from andrea.text.shards import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.expected.curves import ExpectedCurves, Standing
-from andrea.training.health.attention import heatmaps, probe, probe_batch, scalars
+from andrea.training.health.attention import (
+    Probed,
+    ScoreHeads,
+    finite_or_none,
+    heatmaps,
+    in_context_nats,
+    probe,
+    probe_batch,
+    scalars,
+    score_figures,
+)
 from andrea.training.health.health import Evidence, Health
 from andrea.training.parallel.ranks import reuses_training_graph
 from andrea.training.planning.length import TimeBudget
@@ -43,6 +52,13 @@ LENS_TOKENS = 40  # length of the default prompt, taken from held-out text
 DrawLens = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> a page of HTML
 
 
+class Lens(NamedTuple):
+    """What training takes from insight, which it may not import: the page of a prompt, and the scores of each head."""
+
+    draw: DrawLens
+    score_heads: ScoreHeads
+
+
 def on_averaged_weights(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method of `Evaluator`, run while the model has the running average of its weights, if the run keeps one."""
 
@@ -58,8 +74,8 @@ def on_averaged_weights(method: Callable[..., Any]) -> Callable[..., Any]:
 class Evaluator:
     """Measures the model of the training step. Every rank calls every method; only rank 0 gets all results.
 
-    Results are cached until the next step: the gathered model, the samples and the head statistics.
-    draw_lens: draws the lens page of a fixed prompt. expected: the curves of the run's recipe and text.
+    Results are cached until the next step: the gathered model, the samples and the measured heads.
+    lens: draws the lens page of a fixed prompt, and scores the heads. expected: the curves of the run's recipe and text.
     chooses: whether the best evaluation is chosen on the first half of the held-out text, so that the rest judges it.
     budget: the time of train.max_minutes; None if it is not set.
     """
@@ -70,7 +86,7 @@ class Evaluator:
     progress: Progress
     health: Health
     records: Records
-    draw_lens: DrawLens
+    lens: Lens
     expected: ExpectedCurves
     chooses: bool = False
     budget: TimeBudget | None = None
@@ -78,14 +94,14 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.parallel, self.ranks = self.step.parallel, self.step.ranks
         self.bytes_of_token = torch.from_numpy(self.corpus.tokenizer.byte_lengths())  # (V,)
-        self.probe_tokens = probe_batch(self.corpus, self.config.model.sequence_length).to(self.step.device)
+        self.probe_batch = probe_batch(self.corpus, self.config.model.sequence_length)  # tokens and targets (B, T)
         self.lens_prompt = lens_prompt(self.config, self.corpus)
         self.forget()
 
     def forget(self) -> None:
         """Drop the cached results, because the model has changed."""
         self.gathered: tuple[GPT | None] | None = None
-        self.heads: HeadStatistics | None = None
+        self.probed: Probed | None = None
         self.judged_texts: list[str] = []
 
     @on_averaged_weights
@@ -201,7 +217,7 @@ class Evaluator:
             texts = self.texts(model, JUDGED_TEXTS)
             if self.health.needs_more_samples(texts, self.progress.step):
                 texts = self.texts(model, SECOND_SAMPLES * JUDGED_TEXTS)
-            heads = self.measured_heads(model)
+            heads = self.measured_heads(model).heads
             by_source = {name: {key: part[key] for key in part if key != "sums"} for name, part in by_source.items()}
             step, tokens = self.progress.step, self.progress.tokens
             evidence = Evidence(step, tokens, texts, heads, size_ratios, by_source, standing)
@@ -220,13 +236,18 @@ class Evaluator:
 
     @on_averaged_weights
     def measure_heads(self) -> dict[str, Any]:
-        """The attention figures, over all heads and of each head, measured on a fixed batch of held-out text."""
-        model = self.model()
+        """The attention figures, over all heads and of each head, on held-out text and on the fixed texts of the scores."""
+        model, figures = self.model(), {}
         if model is not None:
             with self.records.extra("measuring the attention heads"):
-                heads = self.measured_heads(model)
-                return scalars(heads) | heatmaps(heads)
-        return {}
+                heads, hidden = self.measured_heads(model)
+                figures |= scalars(heads) | heatmaps(heads)
+                batch = (each.to(hidden.device) for each in self.probe_batch)
+                in_context = finite_or_none(round(in_context_nats(model, *batch, hidden), 4))
+                figures["attention/in_context_nats"] = in_context
+            with self.records.extra("scoring the attention heads"):
+                figures |= score_figures(self.lens.score_heads(model, self.corpus.tokenizer))
+        return figures
 
     @on_averaged_weights
     def show_sample(self) -> None:
@@ -253,7 +274,7 @@ class Evaluator:
         model = self.model()
         if model is not None and self.lens_prompt:
             with self.records.extra("writing the lens page"):
-                self.records.page("lens", self.draw_lens(model, self.corpus.tokenizer, self.lens_prompt))
+                self.records.page("lens", self.lens.draw(model, self.corpus.tokenizer, self.lens_prompt))
 
     # ------------------------------------------------------------------------------- cached until the next step
 
@@ -264,13 +285,13 @@ class Evaluator:
             self.gathered = (None if gathered is None else merge(gathered),)
         return self.gathered[0]
 
-    def measured_heads(self, model: GPT) -> HeadStatistics:
-        """The statistics (L, H) of H heads in each of L layers, on the fixed batch of `probe_batch`."""
-        if self.heads is None:
+    def measured_heads(self, model: GPT) -> Probed:
+        """The statistics (L, H) of H heads in each of L layers, and the hidden states, on the fixed `probe_batch`."""
+        if self.probed is None:
             device = model.embedding.weight.device
             with large_blocks_apart() if device.type == "cpu" else contextlib.nullcontext():
-                self.heads = probe(model, self.probe_tokens.to(device), self.records.console.say)
-        return self.heads
+                self.probed = probe(model, self.probe_batch[0].to(device), self.records.console.say)
+        return self.probed
 
     def texts(self, model: GPT, count: int) -> list[str]:
         """At least `count` texts without a repetition penalty; none of a chat model, and none if train.sample_tokens is 0."""

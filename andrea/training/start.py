@@ -26,7 +26,7 @@ from andrea.runtime.device import WEIGHT_DTYPE, choose_threads, keep_freed_memor
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.evaluation import DrawLens, Evaluator, check_sample_prompt
+from andrea.training.evaluation import Evaluator, Lens, check_sample_prompt
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.attention import measures_every_step
 from andrea.training.health.health import make_health
@@ -72,7 +72,7 @@ class RunSetup:
     folder: Path
     console: Console
     watchdog: Watchdog
-    draw_lens: DrawLens
+    lens: Lens
     run_page: MakeLogger
     objective: Objective | None  # None: the next token
 
@@ -82,7 +82,7 @@ def start(
     checkpoint: Checkpoint | None,
     ranks: Ranks,
     watchdog: Watchdog,
-    draw_lens: DrawLens,
+    lens: Lens,
     run_page: MakeLogger,
     left_auto: Sequence[str],
     groups: Mapping[str, str],
@@ -90,8 +90,8 @@ def start(
 ) -> tuple[int, Path]:
     """Train a new run, or continue from `checkpoint`, on every rank. Returns exit code and run folder. Raises UserError.
 
-    draw_lens: draws the lens page. run_page: makes the logger that writes the page of the run's folder. Both are passed in,
-    because training may not import insight. left_auto, groups: see Plan. started: time.monotonic() at the beginning of the
+    run_page: makes the logger that writes the page of the run's folder. It is passed in like `lens`, because training may
+    not import insight. left_auto, groups: see Plan. started: time.monotonic() at the beginning of the
     command, from which train.max_minutes counts.
     """
     console = Console(config.steps, quiet=not ranks.is_rank_0)
@@ -137,7 +137,7 @@ def start(
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
         setup = RunSetup(
-            plan, started, machine, corpus, checkpoint, folder, console, watchdog, draw_lens, run_page, objective
+            plan, started, machine, corpus, checkpoint, folder, console, watchdog, lens, run_page, objective
         )
         plan, parallel, loss = make_model_and_loss(setup, source, teachers)
         trainer = make_trainer(setup, plan, parallel, loss)
@@ -314,7 +314,7 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
             progress,
             health,
             records,
-            setup.draw_lens,
+            setup.lens,
             ExpectedCurves.of(config),
             plan.is_judged_on_a_part,
             budget,

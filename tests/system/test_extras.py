@@ -63,6 +63,21 @@ def test_samples_that_cannot_be_written_are_one_line_and_the_run_goes_on(
     assert [record["step"] for record in records if "health/findings/loss_above_uniform" in record] == STEPS
 
 
+def test_heads_that_cannot_be_scored_are_one_line_and_the_run_goes_on(
+    tmp_path: Path, notes: Path, script, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*asked: object) -> dict:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("andrea.insight.lens.scores.probe_scores", broken)
+    words = ["name=a", "train.sample_tokens=0"]
+    code, out, _ = run_script(script("train"), tiny_words(tmp_path, notes, *words), capsys)
+    assert code == 0 and out.count("failed") == 1
+    assert "scoring the attention heads failed (ZeroDivisionError: a bug); training continues" in out
+    *_, record = (each for each in read_lines(tmp_path / "runs/a/metrics.jsonl") if "attention/entropy_nats" in each)
+    assert "attention/in_context_nats" in record and "attention/heads/induction_score" not in record
+
+
 def test_the_sample_has_a_repetition_penalty_and_the_texts_that_are_judged_have_none(
     tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

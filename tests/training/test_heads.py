@@ -13,7 +13,9 @@ from andrea.attention.attend import IMPLEMENTATIONS
 from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, group_config, parse
 from andrea.model import GPT, initialise
-from andrea.training.health.attention import heatmaps, probe, scalars
+from andrea.text.shards import IGNORED_TARGET
+from andrea.training import evaluation
+from andrea.training.health.attention import heatmaps, in_context_nats, probe, scalars, score_figures
 from andrea.training.records.run_folder import read_lines
 
 SCALARS = {
@@ -145,7 +147,7 @@ def test_where_the_kernel_fails_the_textbook_formula_measures_and_says_so(monkey
     triton = pytest.importorskip("triton")
     model = make_andrea_of_tests()
     tokens = torch.randint(301, (2, 13))
-    truth = probe(model, tokens)
+    truth = probe(model, tokens).heads
     for block in model.blocks:
         block.attention.implementation = "triton"
 
@@ -154,7 +156,7 @@ def test_where_the_kernel_fails_the_textbook_formula_measures_and_says_so(monkey
 
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", IMPLEMENTATIONS["triton"]._replace(run=fails))
     said: list[str] = []
-    measured = probe(model, tokens, said.append)
+    measured = probe(model, tokens, said.append).heads
     assert torch.equal(measured.entropy, truth.entropy) and torch.equal(measured.largest_logit, truth.largest_logit)
     assert len(said) == 1 and said[0].endswith("out of resource: shared memory")
     assert all(block.attention.implementation == "triton" for block in model.blocks)
@@ -167,3 +169,82 @@ def make_andrea_of_tests() -> GPT:
     model = GPT(config, AttentionConfig("scaled_dot", "auto"), 301)
     initialise(model, torch.Generator().manual_seed(0))
     return model
+
+
+# ------------------------------------------------------------------------------------------------------ births of heads
+
+
+def test_the_recorded_scores_are_those_by_which_the_lens_names_heads(tiny_run, tmp_path, notes):
+    from andrea.checkpoint.model import open_model
+    from andrea.insight.lens.scores import NAMES, probe_scores
+
+    words = ("train.steps=4", "train.eval_every=2", "train.save_every=2", f"data.path={notes / 'abc.py'}")
+    assert tiny_run("name=a", "attention.window=7", *words) == 0
+    *_, record = (record for record in records_of(tmp_path, "a") if "attention/entropy_nats" in record)
+    newest = str(newest_whole(tmp_path / "runs" / "a").path)
+    _, model, tokenizer = open_model(newest, str(tmp_path / "runs"), torch.device("cpu"), False, print)
+    for name, scores in probe_scores(model, tokenizer).items():
+        recorded = [number for row in record[f"attention/heads/{name}_score"] for number in row]
+        expected = [
+            None if math.isnan(score) else pytest.approx(score, abs=6e-4) for score in scores.flatten().tolist()
+        ]
+        assert recorded == expected
+        assert record[f"attention/highest_{name}_score"] == (max(recorded) if recorded[0] is not None else None)
+    assert record["attention/highest_induction_score"] > 0
+    assert {f"attention/heads/{name.score}_score" for name in NAMES} <= record.keys()
+    assert math.isfinite(record["attention/in_context_nats"])
+
+
+def test_the_scores_do_not_change_what_is_learned(tiny_run, tmp_path, notes, monkeypatch):
+    words = ("train.steps=6", "train.eval_every=3", "train.log_every=1", f"data.path={notes / 'abc.py'}")
+    tiny_run("name=with", *words)
+    monkeypatch.setattr(evaluation, "in_context_nats", lambda *_: math.nan)
+    monkeypatch.setattr(evaluation, "score_figures", lambda _: {})
+    monkeypatch.setattr("andrea.insight.lens.scores.probe_scores", lambda *_: {})
+    tiny_run("name=without", *words)
+    losses = [[record.get(key) for record in records_of(tmp_path, name) for key in ("train/loss", "val/loss")]
+              for name in ("with", "without")]  # fmt: skip
+    assert losses[0] == losses[1] and any(losses[0])
+
+
+class CopiesFromFarBack(torch.nn.Module):
+    """A model of two tokens that is sure to see the token `reach` places back again, and knows nothing without it."""
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.blocks, self.reach = [], reach
+
+    def forward(self, tokens, statistics):
+        hidden = torch.zeros(*tokens.shape, 2)
+        hidden[:, self.reach :] = 50 * torch.nn.functional.one_hot(tokens, 2)[:, : -self.reach]
+        return hidden, [HeadStatistics(*(torch.ones(1, 1) for _ in range(8)))]
+
+    def logits(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize(("reach", "expected"), [(1, 0.0), (13, -math.log(2)), (40, 0.0)])
+def test_the_in_context_score_is_what_a_long_context_gains(reach, expected):
+    """Solved by hand: windows of 30 tokens, whose last 3 have a context of 28 to 30 tokens, or of 4 to 6 in a short window.
+
+    Both show the token just before; only the long one shows the token 13 places back, which gains ln 2, and neither the 40th.
+    """
+    tokens = torch.randint(2, (5, 30), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(reach, dims=1)
+    targets[0, -2] = IGNORED_TARGET
+    model = CopiesFromFarBack(reach)
+    hidden = probe(model, tokens).hidden
+    assert in_context_nats(model, tokens, targets, hidden) == pytest.approx(expected, abs=1e-6)
+
+
+def test_there_is_no_in_context_score_without_targets():
+    model, tokens = make_andrea_of_tests(), torch.randint(301, (2, 13))
+    hidden = probe(model, tokens).hidden
+    assert math.isnan(in_context_nats(model, tokens, torch.full_like(tokens, IGNORED_TARGET), hidden))
+
+
+def test_scores_are_recorded_with_three_digits_and_null_where_no_query_sees_a_target():
+    figures = score_figures({"induction": torch.tensor([[0.12345, math.nan], [0.9, 0.3]])})
+    assert figures["attention/heads/induction_score"] == [[0.123, None], [0.9, 0.3]]
+    assert figures["attention/highest_induction_score"] == 0.9
+    assert score_figures({"opener": torch.full((2, 2), math.nan)})["attention/highest_opener_score"] is None

@@ -12,9 +12,11 @@ from typing import Any, final
 
 from andrea.config import CompareConfig, ModelConfig, UserError, as_typed
 from andrea.config.keys import flatten
+from andrea.insight.compare.births import birth_lines, births_data
 from andrea.insight.compare.comparison import Comparison, compare_runs, difference_lines, line_style, terminal_table
 from andrea.insight.compare.runs import LeftOut, Run, find_run_folders, read_run, read_runs
 from andrea.insight.html import fill_template, json_for_script
+from andrea.insight.lens.scores import NAMES
 from andrea.runtime.files import replace_text, storing
 from andrea.runtime.own_parts import allowing
 from andrea.runtime.streams import at_words, printable
@@ -57,6 +59,7 @@ def terminal_lines(comparison: Comparison) -> list[str]:
     heads = ["run", *(column.title for column in comparison.columns)]
     lines = list(comparison.notes)
     lines += [f"warning: {warning}" for warning in comparison.warnings]
+    lines += birth_lines(comparison.runs)
     lines += comparison.scaling
     if comparison.differing:
         lines.append("configuration keys that differ:")
@@ -91,6 +94,7 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
         "heads": [["run", ""], *([column.title, column.unit] for column in comparison.columns)],
         "rows": comparison.rows,
         "scaling": comparison.scaling,
+        "patterns": [{key: getattr(name, key) for key in ("score", "title", "meaning", "threshold")} for name in NAMES],
         "differences": [[key, *map(as_typed, values)] for key, values in comparison.differing.items()],
         "runs": [run_data(run) | line_style(comparison.runs, index) for index, run in enumerate(comparison.runs)],
     }
@@ -127,6 +131,7 @@ def run_data(run: Run) -> dict[str, Any]:
         "training": [
             {key: point[key] for key in AXES} | {"loss": point["train/loss"]} for point in run.training[::stride]
         ],
+        "births": births_data(run),
     }
 
 

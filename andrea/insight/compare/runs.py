@@ -22,7 +22,7 @@ from andrea.runtime.files import StorageFailed
 from andrea.training.records import AXES
 from andrea.training.records.run_folder import is_number, load_config, read_records, values_of
 
-HEADS = "attention/heads/"
+HEADS, IN_CONTEXT = "attention/heads/", "attention/in_context_nats"
 Curve = list[dict[str, float]]  # records of one run, each with step, tokens, flops, seconds and some measured figures
 
 
@@ -237,13 +237,20 @@ def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tup
 
 
 def head_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each measurement of the heads: step, tokens, and the tables (L, H) of the figures attention/heads/…."""
+    """For each measurement of the heads: step, tokens, FLOPs, seconds, the tables (L, H) of the figures attention/heads/…,
+    and the in-context score where the record has it.
+    """
     found = []
     for record in records:
         tables = {key.removeprefix(HEADS): value for key, value in record.items() if key.startswith(HEADS)}
         tables = {name: table for name, table in tables.items() if is_table(table)}
-        if tables and is_number(record.get("step")) and is_number(record.get("tokens")):
-            found.append({"step": record["step"], "tokens": record["tokens"], "tables": tables})
+        if tables and all(is_number(record.get(key)) for key in ("step", *AXES)):
+            score = record.get(IN_CONTEXT)
+            found.append(
+                {key: record[key] for key in ("step", *AXES)}
+                | ({"in_context_nats": score} if is_number(score) else {})
+                | {"tables": tables}
+            )
     return found
 
 

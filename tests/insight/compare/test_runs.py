@@ -96,7 +96,7 @@ def test_a_run_is_found_by_its_name(tmp_path: Path) -> None:
 
 def test_heads_and_samples_are_read_and_damaged_ones_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
-    axes = {"step": 7, "tokens": 70}
+    axes = {"step": 7, "tokens": 70, "flops": 1.0, "seconds": 1.0}
     good = {
         **axes,
         "attention/heads/x": [[1.0, None]],

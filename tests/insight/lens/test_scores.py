@@ -38,7 +38,7 @@ def test_the_window_hides_targets() -> None:
 
 def test_scores_equal_those_that_training_logs() -> None:
     model, tokens = make(attention={"window": 7}), prompt_tokens()
-    logged = probe(model, tokens).figures()
+    logged = probe(model, tokens).heads.figures()
     for layer, trace in enumerate(trace_layers(model, tokens)):
         scores = score_layer(trace, targets_of(tokens, TOKENIZER.token_bytes()))
         for name, here in (("previous_token_mass", "previous_token"), ("first_token_mass", "first_token")):

@@ -6,6 +6,7 @@ const HEAD_FIGURES = {
   largest_logit: "largest logit",
   first_token_mass: "weight on the first token",
   previous_token_mass: "weight on the previous token",
+  ...Object.fromEntries(data.patterns.map(({ score, title }) => [`${score}_score`, `score: ${title}`])),
 };
 const HEAD_CELL = { width: 16, height: 15, left: 44, bottom: 34 }; // pixels
 

@@ -9,7 +9,7 @@ function fillLegend() {
       button.addEventListener("click", () => {
         hidden.has(index) ? hidden.delete(index) : hidden.add(index);
         button.setAttribute("aria-pressed", String(!hidden.has(index)));
-        drawChart();
+        drawAll();
       });
       const item = newElement("li");
       item.append(button);
@@ -59,6 +59,11 @@ function fillDifferences() {
   byId("differences").append(box);
 }
 
+function drawAll() {
+  drawChart();
+  drawBirths();
+}
+
 byId("title").textContent = data.title;
 document.title = `ANDREA: ${data.title}`;
 byId("summary").textContent = data.summary;
@@ -67,10 +72,11 @@ fillTable(byId("figures"), data.heads, data.rows);
 byId("scaling").append(...paragraphs(data.scaling));
 fillDifferences();
 fillLegend();
-drawChart();
+fillBirths();
+drawAll();
 fillOneRun();
 
-for (const input of document.querySelectorAll(".switches input")) input.addEventListener("change", drawChart);
+for (const input of document.querySelectorAll(".switches input")) input.addEventListener("change", drawAll);
 byId("chart").addEventListener("pointermove", selectNearest);
 byId("chart").addEventListener("pointerdown", selectNearest);
 byId("chart").addEventListener("pointerleave", unselect);
@@ -78,6 +84,6 @@ byId("chart").addEventListener("keydown", moveSelection);
 addEventListener("resize", unselect); // the tip would stay where it was, outside a narrower window
 darkTheme.addEventListener("change", () => {
   fillLegend();
-  drawChart();
+  drawAll();
 });
-new ResizeObserver(drawChart).observe(byId("frame"));
+new ResizeObserver(drawAll).observe(byId("frame"));
