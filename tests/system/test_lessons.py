@@ -81,7 +81,7 @@ def test_the_lessons_with_runs_in_one_empty_folder(tmp_path: Path) -> None:
                 text=True,
             )
             assert done.returncode == 0, (page.name, command, done.stdout[-2000:], done.stderr[-2000:])
-    for name in ("born", "functions", "sizes", "lens"):
+    for name in ("born", "functions", "luck", "sizes", "lens"):
         assert (tmp_path / f"{name}.html").is_file()
 
 

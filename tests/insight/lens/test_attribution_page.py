@@ -64,14 +64,14 @@ def test_parts_are_named_and_a_head_among_them_can_be_opened(browser, tmp_path: 
 
 
 def test_a_cell_without_pairs_leads_to_one_that_has_them(browser, tmp_path: Path, monkeypatch) -> None:  # noqa: F811
-    monkeypatch.setattr("andrea.insight.lens.attribution.MOST_CELLS", 15 * 21 * 2)  # two keys of each query
+    monkeypatch.setattr("andrea.insight.lens.attribution.MOST_CELLS", 1)  # three keys of each query
     model = make()
     weights = Explained(model, prompt_tokens()).layers[1].weights[0, 2, 12]
     weakest, strongest = weights[:13].argmin().item(), weights.argmax().item()
     opened = Opened(browser, page_of(model, tmp_path / "lens.html"), f"#h=1.2&q=12&k={weakest}")
     assert not opened.page.locator("#why-table").is_visible()
     buttons = opened.page.locator("#why-note button")
-    assert buttons.count() == 2 and buttons.first.inner_text().startswith(f"{strongest} ")
+    assert buttons.count() == 3 and buttons.first.inner_text().startswith(f"{strongest} ")
     buttons.first.focus()
     opened.page.keyboard.press("Enter")
     assert opened.page.locator("#why-table").is_visible() and opened.page.locator("#why-pairs tbody tr").count() > 8
