@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any, final
 
 from andrea.insight.compare.comparison import compare_runs
-from andrea.insight.compare.page import PAGE_NAME, render_page
+from andrea.insight.compare.page import render_page
 from andrea.insight.compare.runs import LeftOut, read_run
 from andrea.runtime.files import replace_text
 from andrea.training.records import Logger
+
+PAGE_NAME = "run.html"
 
 
 @final

@@ -140,5 +140,3 @@ def run_data(run: Run) -> dict[str, Any]:
 #
 # It is the page that `python -m andrea compare runs/NAME` writes, with links to the run's lens pages. Training gets the
 # class as an argument, as one of its loggers.
-
-PAGE_NAME = "run.html"
