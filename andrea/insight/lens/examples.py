@@ -16,8 +16,8 @@ from andrea.insight.lens.trace import LayerTrace, trace_layers
 from andrea.model.gpt import GPT, Block
 from andrea.text.shards import TokenStream
 
-MOST_TOKENS = 16_384  # that are read
-MOST_FLOPS = 5e11  # a few seconds on one core: a large model reads fewer tokens
+MOST_TOKENS = 8192  # that are read
+MOST_FLOPS = 4e11  # a few seconds on one core: a large model reads fewer tokens
 WINDOW_TOKENS = 128
 WINDOWS_AT_ONCE = 8
 SHOWN_EXAMPLES = 5  # of a head, each from another window
@@ -67,12 +67,14 @@ def strongest_cells(block: Block, trace: LayerTrace) -> tuple[Tensor, Tensor]:
 
     A head's gate, the mean over its channels, counts as a part of the weight's effect.
     """
-    written = torch.einsum("hmd,bhtd->bhtm", output_by_head(block.attention), trace.value).norm(dim=-1)
-    sizes = trace.weights * written[:, :, None]
+    weight = output_by_head(block.attention)
+    gram = weight.mT @ weight  # (H, D, D): |W_O v|² = vᵀ gram v
+    squares = torch.einsum("bhtd,hde,bhte->bht", trace.value, gram, trace.value)
+    sizes = trace.weights * squares.clamp(min=0).sqrt()[:, :, None]
     if trace.gate is not None:
         sizes = sizes * trace.gate.mean(-1, keepdim=True)
     sizes[:, :, 0] = 0
     largest, at = sizes.flatten(2).max(-1)
-    weight = trace.weights.flatten(2).gather(-1, at[..., None])
+    weights = trace.weights.flatten(2).gather(-1, at[..., None])
     n_key = sizes.shape[-1]
-    return torch.cat((weight, largest[..., None]), -1), torch.stack((at // n_key, at % n_key), -1)
+    return torch.cat((weights, largest[..., None]), -1), torch.stack((at // n_key, at % n_key), -1)

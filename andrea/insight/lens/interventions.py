@@ -100,7 +100,8 @@ def last_logits(model: GPT, layer: int, x: Tensor, shared: SharedInputs) -> Tens
     return model.logits(model.final_norm(x[:, -1])).float()
 
 
-NUMBERS_AT_ONCE = 1 << 22  # of the residual streams of copies that run together: 16 MB
+NUMBERS_AT_ONCE = 1 << 20  # of the residual streams of copies that run together: 4 MB
+MOST_FLOPS = 5e12  # about a minute on one core; above it, `attention` and `mlp` are left out, two thirds of the copies
 
 
 @torch.no_grad()
@@ -111,34 +112,35 @@ def patch_all(
 
     layers, others: the traces of all layers in the runs of A and B. Returns `stream`, `attention` and `mlp`, (L, T, C): at one
     position, all that a layer reads, what its attention writes, what its MLP writes. `heads`, (L, H, C): what one head writes, at
-    all positions. `whole`, (2, C): the logits of A and of B.
+    all positions. `whole`, (2, C): the logits of A and of B. For a large model and a long prompt, `attention` and `mlp` are left
+    out (MOST_FLOPS).
     """
     n_head, n_token = layers[0].written.shape[1:3]
     positions = torch.eye(n_token, dtype=torch.bool, device=compared.device)
-    heads = torch.eye(n_head, dtype=torch.bool, device=compared.device)[..., None].expand(-1, -1, n_token)
+    of_heads = torch.eye(n_head, dtype=torch.bool, device=compared.device)[..., None].expand(-1, -1, n_token)
     kinds = {
         "stream": (patch_stream, positions),
         "attention": (patch_heads, positions[:, None].expand(-1, n_head, -1)),
         "mlp": (patch_mlp, positions),
-        "heads": (patch_heads, heads),
+        "heads": (patch_heads, of_heads),
     }
-    at_once = max(1, NUMBERS_AT_ONCE // layers[0].before.numel())
+    # On average, a copy runs through half of the layers, with 2 FLOPs for each weight and token.
+    n_weight = sum(parameter.numel() for parameter in model.blocks.parameters())
+    if 3 * len(layers) * n_token * n_token * n_weight > MOST_FLOPS:
+        del kinds["attention"], kinds["mlp"]
     whole = torch.cat([last_logits(model, len(layers), run[-1].after, run[-1].shared) for run in (layers, others)])
-    found = {"whole": whole[:, compared]}
-    # Before the first token in which the prompts differ, the runs are equal: nothing changes there.
-    first = int((layers[0].before != others[0].before).any(-1)[0].float().argmax())
-    for kind, (patch, places) in kinds.items():
-        begin = 0 if kind == "heads" else first
-        unchanged = found["whole"][:1].expand(begin, -1)
-        found[kind] = torch.stack(
-            [
-                torch.cat(
-                    [
-                        unchanged,
-                        *(patch(model, one, other, layer, some)[:, compared] for some in places[begin:].split(at_once)),
-                    ]
-                )
-                for layer, (one, other) in enumerate(zip(layers, others, strict=True))
-            ]
-        )
-    return found
+    found = {kind: whole[:1, compared].repeat(len(layers), len(places), 1) for kind, (_, places) in kinds.items()}
+    at_once = max(1, NUMBERS_AT_ONCE // layers[0].before.numel())
+    for layer, (one, other) in enumerate(zip(layers, others, strict=True)):
+        for kind, (patch, places) in kinds.items():
+            changed = torch.arange(n_head) if kind == "heads" else changed_positions(kind, one, other)
+            for some in changed.split(at_once):
+                found[kind][layer, some] = patch(model, one, other, layer, places[some])[:, compared]
+    return found | {"whole": whole[:, compared]}
+
+
+def changed_positions(kind: str, one: LayerTrace, other: LayerTrace) -> Tensor:
+    """The positions at which the runs differ. To replace the others would change nothing, such as those before the first
+    other token."""
+    before, after = (getattr(one, end) != getattr(other, end) for end in ("before", "after"))
+    return (before if kind == "stream" else before | after)[0].any(-1).nonzero()[:, 0]

@@ -86,6 +86,7 @@ def lens(config: LensConfig, device: torch.device) -> int:
             examples_panel(model, tokenizer, checkpoint, Path(config.data_dir).expanduser()),
         ]
         if against is not None:
+            print("running the prompt again for each layer, position and head that is patched", flush=True)
             panels.append(patching_panel(model, measurements, against))
         if config.against_checkpoint is not None:
             panels.append(beside(config, model, tokenizer, tokens, device))

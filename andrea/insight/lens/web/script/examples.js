@@ -35,16 +35,17 @@ function exampleLine(at) {
 
 const otherMaps = facts.layouts.other ? unpack("other", facts.layouts.other).maps : null; // as `maps`, with more cells
 const OTHER_SIDE = otherMaps ? facts.layouts.other[0][2][2] : 0;
-const OTHER_PIXELS = 300;
+const OTHER_PIXELS = 260; // most of a map
 
 function writeOther() {
   byId("other-box").hidden = !otherMaps;
   if (!otherMaps) return;
   const other = facts.other.heads[state.head];
-  const share = 100 * other.distance;
-  byId("other-lead").textContent = `Left: this checkpoint (${facts.title}). Right: ${facts.other.title}. ${share.toFixed(1)} % of the head's weight stands on other keys there, on average over the queries of this prompt.`;
-  drawMapBeside("other-this", (context) => drawSquare(context, thisMap()));
-  drawMapBeside("other-that", (context) => drawSquare(context, otherMaps.subarray(state.head * OTHER_SIDE ** 2, (state.head + 1) * OTHER_SIDE ** 2)));
+  byId("other-lead").textContent = `${(100 * other.distance).toFixed(1)} % of this head's weight stands on other keys there: the mean over the queries of this prompt.`;
+  byId("other-this-title").textContent = `this: ${facts.title}`;
+  byId("other-that-title").textContent = `other: ${facts.other.title}`;
+  drawBeside("other-this", thisMap());
+  drawBeside("other-that", otherMaps.subarray(state.head * OTHER_SIDE ** 2, (state.head + 1) * OTHER_SIDE ** 2));
   byId("other-cell").replaceChildren(...otherCell());
   const rows = facts.names.map((name) =>
     row(cell(name.title), numberCell(formatScore(facts.heads[state.head].probe[name.score])), numberCell(formatScore(other.probe[name.score]))),
@@ -68,19 +69,20 @@ function thisMap() {
   return maps.subarray(state.head * SIDE * SIDE, (state.head + 1) * SIDE * SIDE);
 }
 
-function drawMapBeside(id, draw) {
-  const width = Math.min(OTHER_PIXELS, byId(id).parentElement.clientWidth || OTHER_PIXELS);
-  draw(sizedContext(byId(id), width, width), width);
-}
-
-function drawSquare(context, map) {
+// A map as a square, with a frame around the selected cell where it has one.
+function drawBeside(id, map) {
   const side = Math.sqrt(map.length);
+  const width = Math.min(OTHER_PIXELS, 0.5 * byId("other-maps").clientWidth - 8);
+  const context = sizedContext(byId(id), width, width);
   const small = document.createElement("canvas");
   small.width = small.height = side;
   const image = small.getContext("2d").createImageData(side, side);
   map.forEach((shade, at) => image.data.set([...shades[shade], 255], 4 * at));
   small.getContext("2d").putImageData(image, 0, 0);
   context.imageSmoothingEnabled = false;
-  const width = parseFloat(context.canvas.style.width);
   context.drawImage(small, 0, 0, width, width);
+  if (side !== T) return;
+  context.strokeStyle = themeColour("--query");
+  context.lineWidth = 2;
+  context.strokeRect((state.j * width) / T, (state.i * width) / T, width / T, width / T);
 }

@@ -3,11 +3,11 @@
 const patched = facts.layouts.patched ? unpack("patched", facts.layouts.patched) : null; // logits (…, COMPARED) of the compared tokens
 const COMPARED = patched ? patched.compared_ids.length : 0;
 const PATCHED_PARTS = [
-  ["stream", "residual stream, as the layer reads it"],
-  ["attention", "output of the attention"],
-  ["mlp", "output of the MLP"],
+  ["stream", "residual stream"],
+  ["attention", "attention's output"],
+  ["mlp", "MLP's output"],
 ];
-const SHOWN_PATCHES = 8; // of the list of the strongest
+const SHOWN_PATCHES = 5; // of the list of the strongest
 const comparison = { part: "stream", toward: 0, away: 0 }; // two of the compared tokens, by their place
 
 function startTwoPrompts() {
@@ -15,7 +15,11 @@ function startTwoPrompts() {
   if (!patched) return;
   chooseCompared();
   const tokens = Array.from(patched.compared_ids, (id, place) => [place, textOf(id)]);
-  fillChoice("patched-part", PATCHED_PARTS);
+  fillChoice(
+    "patched-part",
+    PATCHED_PARTS.filter(([name]) => patched[name]),
+  );
+  byId("patched-left-out").hidden = Boolean(patched.mlp);
   fillChoice("patched-toward", tokens);
   fillChoice("patched-away", tokens);
   for (const name of ["part", "toward", "away"]) {
@@ -77,7 +81,8 @@ function writeTwoPrompts() {
 }
 
 function patchedCell(share, attributes) {
-  return shadedCell(share, attributes, `${withMinusSign(Math.round(100 * share).toString())} %`);
+  const percent = Math.round(100 * share) || 0; // not −0
+  return shadedCell(percent / 100, attributes, `${withMinusSign(percent.toString())} %`);
 }
 
 // The strongest heads, and the strongest positions of the chosen part, as a list with buttons.
