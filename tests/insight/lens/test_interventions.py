@@ -66,7 +66,9 @@ def test_the_outputs_of_a_layer_replaced_one_after_the_other_give_what_follows_i
     """The prompt's last layer, with attention's and the MLP's output of the second text, on the second text's stream."""
     model, last = runs.model, len(runs.layers) - 1
     one, other = runs.layers[last], runs.others[last]
-    attention_only = patch_heads(model, one, other, last, runs.places(True)[:, None].expand(-1, 5, -1))
+    attention_only = patch_heads(
+        model, one, other, last, runs.places(True)[:, None].expand(-1, model.config.n_head, -1)
+    )
     by_hand = one.before + model.blocks[last].attention.output(model.blocks[last].attention.merged(other.written))
     block = model.blocks[last]
     by_hand = by_hand + block.mlp(block.mlp_norm(one.before if block.parallel_residual else by_hand))
