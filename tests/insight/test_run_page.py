@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,7 +86,13 @@ def test_a_folder_of_lens_pages_that_cannot_be_read_is_an_error_and_no_page_with
     """`Path.glob` would find nothing there, and the page would lose its links in silence."""
     folder = make_run(tmp_path / "one")
     (folder / "lens").mkdir()
-    monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(PermissionError(13, "denied")))
-    monkeypatch.setattr(os, "scandir", os.listdir)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, functools.partial(refuse_lens, getattr(os, name)))
     with pytest.raises(PermissionError):
         RunPage(folder).draw()
+
+
+def refuse_lens(call: Callable, path: str | Path) -> object:
+    if Path(path).name == "lens":
+        raise PermissionError(13, "denied")
+    return call(path)
