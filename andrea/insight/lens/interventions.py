@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from andrea.attention import SharedInputs
+from andrea.attention import KeyValueCache, LayerCache, Rotation, SharedInputs
 from andrea.insight.lens.trace import LayerTrace, block_outputs, finish_block, next_log_probabilities
 from andrea.model.gpt import GPT
 
@@ -49,38 +49,60 @@ def ablate_heads(
 # 2309.16042). Prompt A runs, and one part of its run is replaced by that part of the run of prompt B. If the prediction then
 # moves to that of B, this part carries what distinguishes the prompts. `one` and `other` are the traces of a layer in the runs
 # of A and B. `places` says what is replaced in each of n copies. Each function returns the logits after the last token, (n, V).
+# prefix: from `cache_of`. With it, positions before the first replaced one, which do not change, are not computed again.
 
 
 @torch.no_grad()
-def patch_stream(model: GPT, one: LayerTrace, other: LayerTrace, layer: int, places: Tensor) -> Tensor:
+def patch_stream(
+    model: GPT,
+    one: LayerTrace,
+    other: LayerTrace,
+    layer: int,
+    places: Tensor,
+    prefix: KeyValueCache | None = None,
+) -> Tensor:
     """Replace all that `layer` reads at some positions. places bool (n, T).
 
     That is the residual stream, and what later layers read of the position besides: the first layer's values and the value
     embedding, in a model that has them. So with all positions replaced, the logits are those of prompt B.
     """
     x = torch.where(places[..., None], other.before, one.before)
-    return last_logits(model, layer, x, patched_inputs(one.shared, other.shared, places))
+    return last_logits(model, layer, x, patched_inputs(one.shared, other.shared, places), places, prefix)
 
 
 @torch.no_grad()
-def patch_heads(model: GPT, one: LayerTrace, other: LayerTrace, layer: int, places: Tensor) -> Tensor:
+def patch_heads(
+    model: GPT,
+    one: LayerTrace,
+    other: LayerTrace,
+    layer: int,
+    places: Tensor,
+    prefix: KeyValueCache | None = None,
+) -> Tensor:
     """Replace what some heads of `layer` write at some positions. places bool (n, H, T).
 
     With all heads of a position, it is the output of attention that is replaced.
     """
     written = torch.where(places[..., None], other.written, one.written)
     x = finish_block(model.blocks[layer], one.before.expand(len(places), -1, -1), written)
-    return last_logits(model, layer + 1, x, one.shared)
+    return last_logits(model, layer + 1, x, one.shared, places, prefix)
 
 
 @torch.no_grad()
-def patch_mlp(model: GPT, one: LayerTrace, other: LayerTrace, layer: int, places: Tensor) -> Tensor:
+def patch_mlp(
+    model: GPT,
+    one: LayerTrace,
+    other: LayerTrace,
+    layer: int,
+    places: Tensor,
+    prefix: KeyValueCache | None = None,
+) -> Tensor:
     """Replace what the MLP of `layer` writes at some positions. places bool (n, T)."""
     block = model.blocks[layer]
     attended, own = block_outputs(block, one.before, one.written)
     _, others = block_outputs(block, other.before, other.written)
     x = one.before + attended + torch.where(places[..., None], others, own)
-    return last_logits(model, layer + 1, x, one.shared)
+    return last_logits(model, layer + 1, x, one.shared, places, prefix)
 
 
 def patched_inputs(one: SharedInputs, other: SharedInputs, places: Tensor) -> SharedInputs:
@@ -93,14 +115,47 @@ def patched_inputs(one: SharedInputs, other: SharedInputs, places: Tensor) -> Sh
     return one._replace(first_value=values, value_source=source)
 
 
-def last_logits(model: GPT, layer: int, x: Tensor, shared: SharedInputs) -> Tensor:
-    """The input of `layer`, (n, T, d_model) -> the logits after the last token, (n, V)."""
-    for block in model.blocks[layer:]:
-        x, _ = block(x, shared)
+def last_logits(
+    model: GPT, layer: int, x: Tensor, shared: SharedInputs, places: Tensor, prefix: KeyValueCache | None
+) -> Tensor:
+    """The input of `layer`, (n, T, d_model), replaced at places (n, …, T) -> the logits after the last token, (n, V)."""
+    start = 0
+    if prefix is not None and shared.packing is None:
+        start = int(places.flatten(0, -2).any(0).int().argmax())
+    x, shared = x[:, start:], inputs_from(shared, start)
+    for index in range(layer, len(model.blocks)):
+        kept = copies_of(prefix.layer(index), start, len(x)) if start else None
+        x, _ = model.blocks[index](x, shared, kept)
     return model.logits(model.final_norm(x[:, -1])).float()
 
 
-NUMBERS_AT_ONCE = 1 << 20  # of the residual streams of copies that run together: 4 MB
+def cache_of(model: GPT, layers: Sequence[LayerTrace]) -> KeyValueCache:
+    """The keys and values of a prompt, by the traces of all layers."""
+    cache = model.make_cache(1, layers[0].before.shape[1])
+    for index, (block, trace) in enumerate(zip(model.blocks, layers, strict=True)):
+        block(trace.before, trace.shared, cache.layer(index))
+    return cache
+
+
+def copies_of(kept: LayerCache, start: int, n_copy: int) -> LayerCache:
+    """The cache of a layer for n copies of the prompt, filled up to position `start`."""
+    keys, values, projected = (
+        None if each is None else each.repeat(n_copy, 1, 1, 1) for each in (kept.keys, kept.values, kept.projected)
+    )
+    return LayerCache(keys, values, start, projected=projected)
+
+
+def inputs_from(shared: SharedInputs, start: int) -> SharedInputs:
+    """The inputs that all layers share, for the positions from `start` on."""
+    place, values, source = shared.place, shared.first_value, shared.value_source
+    return shared._replace(
+        place=None if place is None else Rotation(place.cosine[start:], place.sine[start:]),
+        first_value=None if values is None else values[:, :, start:],
+        value_source=None if source is None else source[:, start:],
+    )
+
+
+NUMBERS_AT_ONCE = 1 << 19  # of the residual streams of copies that run together: 2 MB
 MOST_FLOPS = 5e12  # about a minute on one core; above it, `attention` and `mlp` are left out, two thirds of the copies
 
 
@@ -128,14 +183,15 @@ def patch_all(
     n_weight = sum(parameter.numel() for parameter in model.blocks.parameters())
     if 3 * len(layers) * n_token * n_token * n_weight > MOST_FLOPS:
         del kinds["attention"], kinds["mlp"]
-    whole = torch.cat([last_logits(model, len(layers), run[-1].after, run[-1].shared) for run in (layers, others)])
+    whole = model.logits(model.final_norm(torch.cat([run[-1].after[:, -1] for run in (layers, others)]))).float()
     found = {kind: whole[:1, compared].repeat(len(layers), len(places), 1) for kind, (_, places) in kinds.items()}
+    prefix = cache_of(model, layers)
     at_once = max(1, NUMBERS_AT_ONCE // layers[0].before.numel())
     for layer, (one, other) in enumerate(zip(layers, others, strict=True)):
         for kind, (patch, places) in kinds.items():
             changed = torch.arange(n_head) if kind == "heads" else changed_positions(kind, one, other)
             for some in changed.split(at_once):
-                found[kind][layer, some] = patch(model, one, other, layer, places[some])[:, compared]
+                found[kind][layer, some] = patch(model, one, other, layer, places[some], prefix)[:, compared]
     return found | {"whole": whole[:, compared]}
 
 

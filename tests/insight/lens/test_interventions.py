@@ -13,7 +13,7 @@ from torch import Tensor
 
 from andrea.insight.lens import examples as examples_module
 from andrea.insight.lens.examples import strongest_examples
-from andrea.insight.lens.interventions import patch_all, patch_heads, patch_mlp, patch_stream
+from andrea.insight.lens.interventions import cache_of, patch_all, patch_heads, patch_mlp, patch_stream
 from andrea.insight.lens.panels import map_distances
 from andrea.insight.lens.trace import LayerTrace, logit_lens, trace_layers
 from andrea.model.gpt import GPT
@@ -106,6 +106,16 @@ def test_all_parts_are_replaced_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     head = torch.zeros(1, 5, n_token, dtype=torch.bool)
     head[0, 3] = True
     close(found["heads"][1, 3], patch_heads(model, one, other, 1, head)[0, compared])
+
+
+def test_positions_before_the_first_replaced_one_need_not_be_computed_again(runs: TwoRuns) -> None:
+    prefix = cache_of(runs.model, runs.layers)
+    places = torch.eye(runs.tokens.shape[1], dtype=torch.bool)[[13, 14, 20]]
+    of_heads = places[:, None].expand(-1, runs.model.config.n_head, -1)
+    for layer, (one, other) in enumerate(zip(runs.layers, runs.others, strict=True)):
+        for patch, where in ((patch_stream, places), (patch_mlp, places), (patch_heads, of_heads)):
+            inputs = (runs.model, one, other, layer, where)
+            close(patch(*inputs, prefix), patch(*inputs))
 
 
 def test_patching_finds_the_head_that_copies() -> None:
