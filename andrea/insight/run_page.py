@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, final
 
@@ -27,7 +28,7 @@ class RunPage(Logger):
             run = read_run(self.folder, self.folder.resolve().name)
         except LeftOut:
             return
-        lenses = [f"lens/{path.name}" for path in sorted(self.folder.glob("lens/*.html"))]
+        lenses = [f"lens/{name}" for name in names_in(self.folder / "lens") if name.endswith(".html")]
         replace_text(self.folder / PAGE_NAME, render_page(compare_runs([run], [], None, None, seed=0), lenses))
 
     def record(self, record: dict[str, Any]) -> None:
@@ -45,3 +46,11 @@ class RunPage(Logger):
 
     def finish(self, exit_code: int) -> None:
         self.draw()  # a run that goes on after its last page was written has no other event
+
+
+def names_in(folder: Path) -> list[str]:
+    """Sorted; none if there is no folder. Raises OSError if it cannot be read, where `Path.glob` would find nothing."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,15 @@ def test_training_writes_the_page(trained: Path) -> None:
     assert ["train.steps", "8"] in data["settings"]
     assert [point["step"] for point in data["runs"][0]["validation"]] == [4, 8]
     assert data["measured_heads"][-1]["step"] == 8
+
+
+def test_a_folder_of_lens_pages_that_cannot_be_read_is_an_error_and_no_page_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path.glob` would find nothing there, and the page would lose its links in silence."""
+    folder = make_run(tmp_path / "one")
+    (folder / "lens").mkdir()
+    monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    monkeypatch.setattr(os, "scandir", os.listdir)
+    with pytest.raises(PermissionError):
+        RunPage(folder).draw()
