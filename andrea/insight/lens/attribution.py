@@ -340,7 +340,7 @@ def head_effects(model: GPT, layers: Sequence[LayerTrace], parts: Sequence[Tenso
 # What the page stores. The numbers of one list are 16-bit shares of the largest of them: they err by 2e-5 of it.
 
 SHOWN_PAIRS = 8  # of a cell
-MOST_CELLS = 30_000  # whose pairs are in the file: of each query, those with the largest weights
+MOST_CELLS = 20_000  # whose pairs are in the file: of each query, those with the largest weights
 FEWEST_KEYS = 3  # of a query
 SHOWN_READS = 6  # earlier heads from which a head reads most, for its query, its key and its value
 
