@@ -21,7 +21,7 @@ from andrea.insight.lens.lens import choose_heads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOK = ROOT / "docs" / "colab.ipynb"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), NOTEBOOK]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), NOTEBOOK]
 COMMAND = re.compile(
     r"(?:^    |`)(?:(?:torchrun|sbatch) .*?)?(?:python )?(?:(train|sample)\.py|-m andrea (\w+))\b(?!  )([^`\n]*)",
     re.MULTILINE,
