@@ -14,9 +14,11 @@ from andrea.__main__ import main
 from andrea.checkpoint import write_checkpoint
 from andrea.config import AttentionConfig, LensConfig, UserError, parse, to_plain
 from andrea.insight.lens import lens as lens_module
+from andrea.insight.lens import panels
 from andrea.insight.lens.lens import choose_heads, lens
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
+from andrea.text.shards import TokenStream
 
 
 def write(folder: Path, model: GPT) -> Path:
@@ -116,6 +118,52 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, words: str) -> N
     write(tmp_path, make())
     with pytest.raises(UserError, match=re.escape(words)) as raised:
         lens(run_of(tmp_path, **changes), torch.device("cpu"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_second_text_and_a_second_checkpoint(tmp_path: Path, monkeypatch, capsys) -> None:
+    write(tmp_path, make())
+    other = write(tmp_path / "other", make(seed=4))
+    seen = []
+    text = TokenStream([np.frombuffer((PROMPT * 9).encode(), np.uint8).astype(np.uint16)])
+    monkeypatch.setattr(panels, "held_out_of_run", lambda state, data_dir: seen.append(data_dir) or text)
+    (tmp_path / "b.txt").write_text(PROMPT.replace("b", "x"))
+    changes = {"against": f"@{tmp_path / 'b.txt'}", "against_checkpoint": str(other), "data_dir": "somewhere"}
+    assert lens(run_of(tmp_path, **changes), torch.device("cpu")) == 0
+    page = (tmp_path / "lens.html").read_text(encoding="utf-8")
+    assert {"stages", "patched", "examples", "other"} <= set(re.findall(r'id="data-(\w+)"', page))
+    assert seen == [Path("somewhere")] and str(other) in capsys.readouterr().out
+    assert "the first 160 tokens of the held-out text" in page
+
+
+def test_without_held_out_text_the_page_says_so(tmp_path: Path) -> None:
+    write(tmp_path, make())
+    lens(run_of(tmp_path, data_dir=str(tmp_path)), torch.device("cpu"))
+    assert (
+        "No examples: the held-out text of this checkpoint is not in data_dir=" in (tmp_path / "lens.html").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"against": ""}, "against is empty"),
+        ({"against": PROMPT}, "against is the same text as prompt"),
+        ({"against": PROMPT + "!"}, "prompt has 21 tokens and against 22"),
+        ({"against": "@no such file"}, "against=@no such file: there is no file"),
+        ({"against": "x" * len(PROMPT), "out": "a.npz"}, "against=… is a part of the page, but out=a.npz holds arrays"),
+        ({"against_checkpoint": "one", "out": "a.npz"}, "against_checkpoint=… is a part of the page"),
+        ({"against_checkpoint": "wide"}, "has 3 layers of 3 heads, but checkpoint has 3 of 5"),
+        ({"against_checkpoint": "short"}, "sees 20 tokens, and the prompt has 21"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, changes: dict, words: str) -> None:
+    for name, model in (("wide", make({"n_head": 3})), ("short", make({"sequence_length": 20})), ("one", make())):
+        write(tmp_path / name, model)
+    if changes.get("against_checkpoint") in ("wide", "short"):
+        changes = {"against_checkpoint": str(tmp_path / changes["against_checkpoint"] / "runs" / "one")}
+    with pytest.raises(UserError, match=re.escape(words)) as raised:
+        lens(run_of(tmp_path / "one", **changes), torch.device("cpu"))
     assert "\n" not in str(raised.value)
 
 
