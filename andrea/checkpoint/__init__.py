@@ -1,6 +1,6 @@
 """Checkpoints: written completely or not at all, verified before use, and found by name."""
 
-from andrea.checkpoint.find import (
+from andrea.checkpoint.find_and_prune import (
     best_of,
     checkpoints_of,
     is_best_so_far,

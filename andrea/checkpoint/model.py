@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from andrea.checkpoint.find import locate
+from andrea.checkpoint.find_and_prune import locate
 from andrea.checkpoint.folder import Checkpoint
 from andrea.checkpoint.tensors import Damaged
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse

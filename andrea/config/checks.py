@@ -286,6 +286,11 @@ def check_lens(config: schema.LensConfig, path: str) -> None:
         raise UserError(
             f"out={config.out} is not a format that the lens writes; allowed endings: .html (a page), .npz (arrays)"
         )
+    if config.against == "":
+        raise UserError("against is empty: it is the text to compare prompt with; write one, or leave against out")
+    for name in ("against", "against_checkpoint"):
+        if getattr(config, name) is not None and not config.out.endswith(".html"):
+            raise UserError(f"{name}=… is a part of the page, but out={config.out} holds arrays only; set out=….html")
 
 
 def check_compare(config: schema.CompareConfig, path: str) -> None:

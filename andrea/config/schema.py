@@ -491,6 +491,9 @@ class LensConfig:
     device: Device
     threads: Threads | Auto
     trust: bool = False
+    against: Text | None = None
+    against_checkpoint: PathText | None = None
+    data_dir: PathText = "data"
 
 
 @dataclass(frozen=True)

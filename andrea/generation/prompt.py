@@ -12,10 +12,10 @@ from andrea.runtime.files import lines_of
 from andrea.runtime.streams import tell
 
 
-def read_prompt(prompt: str) -> str:
+def read_prompt(prompt: str, name: str = "prompt") -> str:
     """The prompt itself; if it is @FILE, the file's content; if it is -, the text of standard input.
 
-    Raises UserError if the text cannot be read.
+    name: of the key. Raises UserError if the text cannot be read.
     """
     if prompt == "-":
         content, origin = sys.stdin.buffer.read(), "standard input"
@@ -23,8 +23,8 @@ def read_prompt(prompt: str) -> str:
         path = Path(prompt[1:])
         if not os.path.isfile(path):  # isfile is False even for names that no file can have
             raise UserError(
-                f"prompt={prompt}: there is no file {str(path)!r} to read (@FILE); to begin a prompt with @, write "
-                f"the prompt to standard input and set prompt=-"
+                f"{name}={prompt}: there is no file {str(path)!r} to read (@FILE); to begin a prompt with @, write "
+                f"the prompt to standard input and set {name}=-"
             )
         content, origin = path.read_bytes(), str(path)
     else:
@@ -32,7 +32,7 @@ def read_prompt(prompt: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"prompt={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
+        raise UserError(f"{name}={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
 
 
 def read_prompts(file: str, max_new_tokens: int) -> list[str]:

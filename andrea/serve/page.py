@@ -32,7 +32,8 @@ from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page import page_data
 from andrea.insight.compare.runs import read_run
 from andrea.insight.html import fill_template, without_comments
-from andrea.insight.lens.trace import ablate_heads, next_log_probabilities, trace_layers
+from andrea.insight.lens.interventions import ablate_heads
+from andrea.insight.lens.trace import next_log_probabilities, trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.files import StorageFailed, is_locked
 from andrea.serve.answers import Names

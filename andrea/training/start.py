@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from andrea.checkpoint import Checkpoint
-from andrea.checkpoint.find import mark_and_prune, set_aside_after
+from andrea.checkpoint.find_and_prune import mark_and_prune, set_aside_after
 from andrea.checkpoint.model import load_results
 from andrea.config import PathText, RunConfig, Text, UserError
 from andrea.model import GPT, initialise

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_name, step_of
-from andrea.checkpoint.find import own_figure
+from andrea.checkpoint.find_and_prune import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, settings_of_runs, to_plain
 from andrea.runtime.files import StorageFailed, storing

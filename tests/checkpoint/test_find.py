@@ -13,7 +13,7 @@ from conftest import shut
 from small_checkpoints import write
 
 from andrea.checkpoint import best_of, checkpoints_of, locate, newest_run, newest_whole, read_checkpoint
-from andrea.checkpoint.find import mark_and_prune, set_aside_after
+from andrea.checkpoint.find_and_prune import mark_and_prune, set_aside_after
 from andrea.config import UserError
 from andrea.runtime.files import StorageFailed, remove_unfinished
 from andrea.text.load_tokenizer import from_path, load_gpt2

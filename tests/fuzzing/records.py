@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from andrea.api.command_line import compose, read
-from andrea.checkpoint.find import mark_and_prune
+from andrea.checkpoint.find_and_prune import mark_and_prune
 from andrea.config import RunConfig, RunsConfig, UserError, parse
 from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page import render_page, terminal_lines

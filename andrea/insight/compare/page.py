@@ -8,19 +8,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from andrea.config import CompareConfig, ModelConfig, UserError, as_typed
 from andrea.config.keys import flatten
 from andrea.insight.compare.births import birth_lines, births_data
 from andrea.insight.compare.comparison import Comparison, compare_runs, difference_lines, line_style, terminal_table
-from andrea.insight.compare.runs import LeftOut, Run, find_run_folders, read_run, read_runs
+from andrea.insight.compare.runs import Run, find_run_folders, read_runs
 from andrea.insight.html import fill_template, json_for_script
 from andrea.insight.lens.scores import NAMES
 from andrea.runtime.files import replace_text, storing
 from andrea.runtime.own_parts import allowing
 from andrea.runtime.streams import at_words, printable
-from andrea.training.records import AXES, Logger
+from andrea.training.records import AXES
 from andrea.training.records.console import format_number
 from andrea.training.records.run_folder import is_number
 
@@ -140,38 +140,3 @@ def run_data(run: Run) -> dict[str, Any]:
 #
 # It is the page that `python -m andrea compare runs/NAME` writes, with links to the run's lens pages. Training gets the
 # class as an argument, as one of its loggers.
-
-PAGE_NAME = "run.html"
-
-
-@final
-class RunPage(Logger):
-    """Reads the run folder's records, which must be written first. There is no page before the first checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def draw(self) -> None:
-        """Write the page. Raises OSError."""
-        try:
-            run = read_run(self.folder, self.folder.resolve().name)
-        except LeftOut:
-            return
-        lenses = [f"lens/{path.name}" for path in sorted(self.folder.glob("lens/*.html"))]
-        replace_text(self.folder / PAGE_NAME, render_page(compare_runs([run], [], None, None, seed=0), lenses))
-
-    def record(self, record: dict[str, Any]) -> None:
-        if "val/loss" in record:
-            self.draw()
-
-    def sample(self, sample: dict[str, Any]) -> None:
-        self.draw()
-
-    def page(self, page: dict[str, Any]) -> None:
-        self.draw()
-
-    def alert(self, alert: dict[str, Any]) -> None:
-        pass
-
-    def finish(self, exit_code: int) -> None:
-        self.draw()  # a run that goes on after its last page was written has no other event

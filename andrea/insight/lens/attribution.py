@@ -145,11 +145,13 @@ def score_parts(
         return None
     groups = [head * projection.n_kv_head // model.config.n_head for head in heads]
     heads = list(heads)
-    rows = [projection.rows(projection.norm(part)) for part in parts[: layer + 1]]
-    rows.append(tuple(each.sum(0, keepdim=True) for each in projection.rows(projection.biases(), has_bias=True)))
-    return ScoreParts(
-        query=torch.cat([query[:, heads] for query, _ in rows]), key=torch.cat([key[:, groups] for _, key in rows])
-    )
+    rows = []
+    for part in parts[: layer + 1]:
+        query, key = projection.rows(projection.norm(part))
+        rows.append((query[:, heads], key[:, groups]))  # copies: the rows of the other heads are freed
+    query, key = (each.sum(0, keepdim=True) for each in projection.rows(projection.biases(), has_bias=True))
+    rows.append((query[:, heads], key[:, groups]))
+    return ScoreParts(*(torch.cat(side) for side in zip(*rows, strict=True)))
 
 
 class FrozenProjection:
@@ -262,22 +264,22 @@ def largest_pairs(query: Tensor, key: Tensor, keys: Tensor, count: int) -> Large
     """The `count` largest pairs of cells. query, key (R, T, N): of one head, from `ScoreParts`. keys (T, n): of each query."""
     n_row = len(query) - 1
     count = min(count, n_row * n_row)
+    of_queries, of_keys = (side[:-1].transpose(0, 1).contiguous() for side in (query, key))  # (T, R - 1, N)
+    query_sum, key_sum = of_queries.sum(1), of_keys.sum(1)  # (T, N)
+    with_biases = query_sum[:, None] * key[-1][keys] + query[-1][:, None] * (key_sum + key[-1])[keys]
     at_once = max(1, PAIRS_AT_ONCE // (keys.shape[1] * n_row * n_row))
     found = []
-    for begin in range(0, len(keys), at_once):
-        some = keys[begin : begin + at_once]
-        of_query = query[:, begin : begin + at_once].transpose(0, 1)[:, None]  # (some queries, 1, R, N)
-        of_key = key[:, some].permute(1, 2, 0, 3)  # (some queries, n, R, N)
-        pairs = of_query[..., :-1, :] @ of_key[..., :-1, :].mT
-        with_biases = of_query.sum(-2) * of_key[..., -1, :] + of_query[..., -1, :] * of_key[..., :-1, :].sum(-2)
+    for some, of_query in zip(keys.split(at_once), of_queries.split(at_once), strict=True):
+        pairs = of_query @ of_keys[some].flatten(1, 2).mT  # one product for all keys of a query
+        pairs = pairs.unflatten(-1, (-1, n_row)).transpose(1, 2)  # (some queries, n, R - 1, R - 1)
         # The largest `count` pairs stand in the `count` rows with the largest entries.
         sizes = torch.maximum(pairs.amax(-1), -pairs.amin(-1))  # without a copy of all pairs
         rows = sizes.topk(min(count, n_row)).indices  # (some queries, n, rows)
         of_rows = pairs.gather(-2, rows[..., None].expand(*rows.shape, n_row)).flatten(-2)
         at = of_rows.abs().topk(count).indices
         places = torch.stack((rows.gather(-1, at // n_row), at % n_row), -1)
-        found.append((places, of_rows.gather(-1, at), with_biases.sum(-1)))
-    return LargestPairs(*map(torch.cat, zip(*found, strict=True)))
+        found.append((places, of_rows.gather(-1, at)))
+    return LargestPairs(*map(torch.cat, zip(*found, strict=True)), with_biases.sum(-1))
 
 
 # ---------------------------------------------------------------------------------------------------- parts of a logit
@@ -339,12 +341,13 @@ def head_effects(model: GPT, layers: Sequence[LayerTrace], parts: Sequence[Tenso
 
 SHOWN_PAIRS = 8  # of a cell
 MOST_CELLS = 30_000  # whose pairs are in the file: of each query, those with the largest weights
+FEWEST_KEYS = 3  # of a query
 SHOWN_READS = 6  # earlier heads from which a head reads most, for its query, its key and its value
 
 
 def keys_per_query(n_head: int, n_token: int) -> int:
     """The number of keys of each query whose pairs are in the file, for n_head heads in full."""
-    return max(1, min(n_token, MOST_CELLS // (n_head * n_token)))
+    return min(n_token, max(FEWEST_KEYS, MOST_CELLS // (n_head * n_token)))
 
 
 def as_shares(numbers: Tensor) -> tuple[np.ndarray, np.ndarray]:

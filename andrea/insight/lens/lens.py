@@ -11,11 +11,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
 from andrea.generation.prompt import last_tokens, read_prompt
-from andrea.insight.lens.page import Head, LensPage, Measurements, Source, measure
+from andrea.insight.lens.page import (
+    MOST_TOKENS_PATCHED,
+    Head,
+    LensPage,
+    Measurements,
+    Panel,
+    Source,
+    measure,
+    token_texts,
+)
+from andrea.insight.lens.panels import MOST_MAP_SIDE, checkpoint_panel, examples_panel, logit_lens_panel, patching_panel
 from andrea.insight.lens.scores import NAMES
 from andrea.model.gpt import GPT
 from andrea.runtime.files import check_writable, replace_bytes
@@ -27,7 +38,7 @@ from andrea.text.tokenizer import Tokenizer
 
 LARGEST_SMALL_PAGE_BYTES = 300_000
 MOST_TOKENS = 32  # few enough for a complete map of every head, even of many heads
-MOST_MAP_CELLS = 64_000  # of all heads
+MOST_MAP_CELLS = 50_000  # of all heads
 
 
 @torch.no_grad()
@@ -64,13 +75,23 @@ def lens(config: LensConfig, device: torch.device) -> int:
     checkpoint, model, tokenizer = open_model(config.checkpoint, config.runs_dir, device, config.trust, print)
     tokens = last_tokens(Engine(model, tokenizer), prompt)
     print(checkpoint.path, flush=True)
+    against = None if config.against is None else tokens_against(config.against, model, tokenizer, tokens)
     chosen = choose_heads(config.heads, model.config.n_layer, model.config.n_head)
     if out.suffix == ".npz":
         summary = write_arrays(out, model, tokenizer, tokens)
     else:
-        title = f"{model.config.name} · step {checkpoint.step}"
-        source = Source(title, str(checkpoint.path), tokenizer.identity)
-        summary = write_page(out, model, tokenizer, tokens, chosen, source)
+        measurements = measure(model, tokenizer, tokens)
+        panels = [
+            logit_lens_panel(model, measurements),
+            examples_panel(model, tokenizer, checkpoint, Path(config.data_dir).expanduser()),
+        ]
+        if against is not None:
+            print("running the prompt again for each layer, position and head that is patched", flush=True)
+            panels.append(patching_panel(model, measurements, against))
+        if config.against_checkpoint is not None:
+            panels.append(beside(config, model, tokenizer, tokens, device))
+        page = LensPage(model, tokenizer, measurements, source_of(checkpoint, model, tokenizer), panels=panels)
+        summary = write_page(out, page, chosen)
     print(at_words(summary))
     return 0
 
@@ -91,25 +112,73 @@ def choose_heads(patterns: list[str], n_layer: int, n_head: int) -> list[Head]:
     return list(found)
 
 
-def write_page(
-    out: Path, model: GPT, tokenizer: Tokenizer, tokens: list[int], chosen: list[Head], source: Source
-) -> str:
+def source_of(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer) -> Source:
+    return Source(f"{model.config.name} · step {checkpoint.step}", str(checkpoint.path), tokenizer.identity)
+
+
+def tokens_against(prompt: str, model: GPT, tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """The tokens of the second prompt. Raises UserError unless they can replace `tokens` position by position."""
+    against = last_tokens(Engine(model, tokenizer), read_prompt(prompt, "against"))
+    if len(tokens) > MOST_TOKENS_PATCHED:
+        raise UserError(
+            f"against=… replaces every position in turn, in prompts of at most {MOST_TOKENS_PATCHED} tokens, but prompt has "
+            f"{len(tokens)}; shorten both"
+        )
+    if len(against) != len(tokens):
+        texts = token_texts(tokenizer)
+        both = [" ".join(texts[token] for token in each[1:]) for each in (tokens, against)]
+        raise UserError(
+            f"prompt has {len(tokens)} tokens and against {len(against)}, but a position can only be replaced by the same "
+            f"position of a text with equally many tokens; change a word of one of them: prompt is {both[0]}; against is {both[1]}"
+        )
+    if against == tokens:
+        raise UserError("against is the same text as prompt, so nothing can change; change a word of it")
+    return against
+
+
+def beside(config: LensConfig, model: GPT, tokenizer: Tokenizer, tokens: list[int], device: torch.device) -> Panel:
+    """The panel of the second checkpoint. Raises UserError unless it has the same tokens and as many heads."""
+    checkpoint, other, its_tokenizer = open_model(
+        config.against_checkpoint, config.runs_dir, device, config.trust, print
+    )
+    name = f"against_checkpoint={config.against_checkpoint}"
+    if its_tokenizer.identity != tokenizer.identity:
+        raise UserError(
+            f"{name} has the tokenizer {its_tokenizer.identity}, but checkpoint has {tokenizer.identity}: the prompt has other "
+            f"tokens there; name a checkpoint with the same tokenizer"
+        )
+    shapes = [(each.config.n_layer, each.config.n_head) for each in (model, other)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"{name} has {shapes[1][0]} layers of {shapes[1][1]} heads, but checkpoint has {shapes[0][0]} of {shapes[0][1]}: a "
+            f"head is shown beside the same head; name a checkpoint of the same shape"
+        )
+    if len(tokens) > other.config.sequence_length:
+        raise UserError(
+            f"{name} sees {other.config.sequence_length} tokens, and the prompt has {len(tokens)}; shorten it"
+        )
+    print(checkpoint.path, flush=True)
+    measurements = measure(other, tokenizer, tokens, MOST_MAP_SIDE)
+    return checkpoint_panel(model, measurements, other, source_of(checkpoint, other, tokenizer))
+
+
+def write_page(out: Path, page: LensPage, chosen: list[Head]) -> str:
     """Write the page and return a summary.
 
     The page shows the chosen and the named heads in full. If the prompt is short, it shows all heads in full.
     """
-    measurements = measure(model, tokenizer, tokens)
-    page = LensPage(model, tokenizer, measurements, source)
+    measurements = page.measurements
+    n_token = measurements.tokens.shape[1]
     most = page.most_full_heads(LARGEST_PAGE_BYTES)
     if len(chosen) > most:
         raise UserError(
             f"heads={','.join(f'{layer}.{head}' for layer, head in chosen[:3])},… asks for {len(chosen)} heads in full, "
-            f"but at {len(tokens)} tokens only {most} fit into a page of {LARGEST_PAGE_BYTES / 1e6:.0f} MB; ask for fewer"
+            f"but at {n_token} tokens only {most} fit into a page of {LARGEST_PAGE_BYTES / 1e6:.0f} MB; ask for fewer"
         )
-    all_full = len(tokens) <= MOST_TOKENS_ALL_FULL
+    all_full = n_token <= MOST_TOKENS_ALL_FULL
     others = [head for head in measurements.by_interest() if all_full or head in measurements.named]
     full = list(dict.fromkeys(chosen + others))[:most]
-    print(f"{len(tokens)} tokens; ablating {len(full)} heads, one at a time", flush=True)
+    print(f"{n_token} tokens; ablating {len(full)} heads, one at a time", flush=True)
     content = page.render(full).encode("utf-8")
     save(out, content)
     return (

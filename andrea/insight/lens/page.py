@@ -1,6 +1,7 @@
 """The lens as one HTML file: a small map of every head, and all vectors of the heads that are shown in full.
 
-For a head in full, the page computes the weights in double precision, from the fp32 queries and keys in the file.
+For a head in full, the page computes the weights in double precision, from the fp32 scores in the file; for a long prompt, from
+the fp32 queries and keys, which are then smaller. Of other long vectors, the file holds the first numbers, which the page shows.
 
 T tokens, L layers, H heads, D = d_head, N width of a query or key from which a score is computed, V vocabulary, C candidates
 for the next token.
@@ -12,7 +13,7 @@ import base64
 import dataclasses
 import html
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ from andrea.insight.lens.attribution import (
     score_parts,
     written_parts,
 )
+from andrea.insight.lens.interventions import ablate_heads
 from andrea.insight.lens.scores import NAMES, names_of, probe_scores, score_layer, stack_layers, targets_of
-from andrea.insight.lens.trace import LayerTrace, ablate_heads, logit_attribution, next_log_probabilities, trace_layers
+from andrea.insight.lens.trace import LayerTrace, logit_attribution, next_log_probabilities, trace_layers
 from andrea.model.gpt import GPT, Block
 from andrea.text.tokenizer import Tokenizer
 
@@ -85,7 +87,6 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "mixing": [each.weight.tolist() for each in functions] if function is Additive else None,
         "convolution": [mixture(block.attention) for block in model.blocks] if config.qkv_convolution else None,
         "own_shares": [[1.0] * config.n_head if each is None else each.tolist() for each in shares] or None,
-        "own_value_epsilon": OWN_VALUE_EPSILON,
         "tokens": tokens[0].tolist(),
         "visible": [{"first": first, "stop": stop} for first, stop in distinct],
         "visible_of_layer": [distinct.index(each) for each in visible],
@@ -131,6 +132,7 @@ LIKELIEST = 10  # next tokens shown at each position, with their probabilities w
 LIKELIEST_ABLATED = 5  # next tokens shown at each position after the ablation of a head
 ATTRIBUTED = 3  # number of tokens whose logits a vector raises most, and of those that it lowers most
 COMPONENTS = 4  # number of a residual-stream vector's first components that are shown
+SHOWN_NUMBERS = 6  # number of a query's, key's or value's first components that are shown
 
 Layout = list[list[Any]]  # [name, type, shape] of each array of a block
 
@@ -141,19 +143,54 @@ def head_arrays(model: GPT, measurements: Measurements, head: Head, detail: bool
     trace = measurements.layers[layer]
     value, written = trace.value[0, index], trace.written[0, index]  # (T, D)
     of_head = model.blocks[layer].attention.output_by_head[index]  # (d_model, D)
-    arrays: dict[str, Tensor] = {"query": trace.query[0, index], "key": trace.key[0, index], "value": value}
+    compatibility = model.blocks[layer].attention.compatibility
+    query, key = trace.query[0, index], trace.key[0, index]  # (T, N)
+    n_token, width = query.shape
+    arrays: dict[str, Tensor] = {
+        "query": query,
+        "key": key,
+        "value": torch.cat((value.norm(dim=-1, keepdim=True), value[:, :SHOWN_NUMBERS]), -1),
+    }
+    if n_token * (n_token + 1) / 2 < 2 * n_token * width:
+        scores = scores_of(query, key, compatibility.weight[index] if type(compatibility) is Additive else None)
+        arrays |= {
+            "scores": scores[tuple(torch.tril_indices(n_token, n_token))],  # row i has the keys 0 to i
+            "query": query[:, :SHOWN_NUMBERS],
+            "key": key[:, :SHOWN_NUMBERS],
+        }
+    if model.blocks[layer].attention.is_exclusive:
+        arrays["own_value"] = along_own_value(trace.retrieved[0, index], value)
     if len(trace.value_parts) > 1:
         norms = [part[0, index].norm(dim=-1) for part in trace.value_parts.values()]
         arrays["value_parts"] = torch.stack(norms, dim=-1)  # (T, parts)
     if trace.gate is not None:
-        arrays["gate"] = trace.gate[0, index]  # (T, 1 or D)
-    for name, vectors in (("key", value), ("query", written)):
-        added = vectors @ of_head.T  # (T, d_model)
-        arrays[f"{name}_write"] = torch.cat((added.norm(dim=-1, keepdim=True), added[:, :COMPONENTS]), -1)
-        if detail:
-            ids, changes = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
-            arrays |= {f"{name}_logits": changes, f"{name}_logits_ids": ids}
+        arrays["gate"] = trace.gate[0, index, :, :SHOWN_NUMBERS]  # (T, 1) or (T, shown numbers)
+    vectors = torch.cat((value, written))  # (2 T, D): of each key, of each query
+    added = vectors @ of_head.T
+    added = {"write": torch.cat((added.norm(dim=-1, keepdim=True), added[:, :COMPONENTS]), -1)}
+    if detail:
+        added["logits_ids"], added["logits"] = logit_attribution(model, layer, index, vectors, ATTRIBUTED)
+    for name, both in added.items():
+        arrays[f"key_{name}"], arrays[f"query_{name}"] = both.chunk(2)
     return as_arrays(arrays, model.n_vocab)
+
+
+def scores_of(query: Tensor, key: Tensor, mixing: Tensor | None) -> Tensor:
+    """query, key (T, N) as in `LayerTrace` -> what the compatibility function says, (T, T), in double precision.
+
+    mixing: w (N,) of the additive function, whose scores are no dot products.
+    """
+    query, key = query.double(), key.double()
+    if mixing is None:
+        return query @ key.T
+    return torch.stack([torch.tanh(row + key) @ mixing.double() for row in query])
+
+
+def along_own_value(retrieved: Tensor, value: Tensor) -> Tensor:
+    """For exclusive attention: z and the own values, (T, D) each -> (T, 2): z·v / (v·v + ε), and the cosine of z and v."""
+    z, v = retrieved.double(), value.double()
+    along = (z * v).sum(-1) / (v.square().sum(-1) + OWN_VALUE_EPSILON)
+    return torch.stack((along, functional.cosine_similarity(z, v, dim=-1, eps=1e-30)), -1)
 
 
 def ablation_arrays(candidates: Tensor, ablated: Tensor) -> dict[str, np.ndarray]:
@@ -171,6 +208,11 @@ def as_arrays(tensors: dict[str, Tensor], n_vocab: int) -> dict[str, np.ndarray]
         name: each.cpu().numpy().astype(np.float32 if each.is_floating_point() else id_type)
         for name, each in tensors.items()
     }
+
+
+def ids_in(arrays: dict[str, np.ndarray]) -> set[int]:
+    """The token ids in the arrays that hold such."""
+    return {token for name, array in arrays.items() if name.endswith("_ids") for token in array.flatten().tolist()}
 
 
 def pack(arrays: dict[str, np.ndarray]) -> tuple[str, Layout]:
@@ -275,16 +317,33 @@ MOST_TOKENS_PATCHED = 128  # of a prompt for which heads are patched: the time g
 ELEMENT_BYTES = 100  # of the HTML element around a head's arrays
 
 
+@dataclass(frozen=True)
+class Panel:
+    """The data of a section of the page that stands beside the heads."""
+
+    name: str  # of its block in the file
+    arrays: dict[str, np.ndarray]  # token ids in arrays whose names end with _ids
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
 class LensPage:
     """The page of one prompt. `most_full_heads` returns how many heads fit in full; `render` returns the HTML text.
 
-    detail: include ablations and direct logit attribution, which take most of the time.
+    detail: include ablations and direct logit attribution, which take most of the time. panels: further sections.
     """
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, measurements: Measurements, source: Source, *, detail: bool = True
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        measurements: Measurements,
+        source: Source,
+        *,
+        detail: bool = True,
+        panels: Sequence[Panel] = (),
     ) -> None:
         self.model, self.measurements, self.source, self.detail = model, measurements, source, detail
+        self.panels = panels
         self.texts = token_texts(tokenizer)
         # Token ids (T, C): the likeliest next tokens of each position, and the prompt's next token, the target. The prompt's
         # last position has none: its target is the likeliest token.
@@ -296,6 +355,7 @@ class LensPage:
         self.blocks = {"maps": pack({"maps": measurements.maps}), "next": pack(as_arrays(predicted, model.n_vocab))}
         if measurements.gates is not None:
             self.blocks["gates"] = pack(as_arrays({"gates": measurements.gates}, model.n_vocab))
+        self.blocks |= {panel.name: pack(panel.arrays) for panel in panels if panel.arrays}
         if detail:
             self.explain()
 
@@ -337,7 +397,7 @@ class LensPage:
         packed, effects, token_ids = {}, {}, set()
         for head, arrays in self.arrays_of(full):
             packed[head] = pack(arrays)
-            token_ids.update(*(array.flatten().tolist() for name, array in arrays.items() if name.endswith("_ids")))
+            token_ids |= ids_in(arrays)
             if self.detail:
                 effects[head] = arrays["ablated_candidates"][:, -1]
         return self.assemble(packed, effects, self.texts_of(token_ids))
@@ -371,8 +431,11 @@ class LensPage:
         return float((with_head - without).mean())
 
     def texts_of(self, used: set[int]) -> dict[int, str]:
-        """The texts of the prompt's tokens, the candidates, and the tokens `used`."""
-        shown = used | set(self.candidates.flatten().tolist()) | set(self.measurements.tokens[0].tolist())
+        """The texts of the prompt's tokens, the candidates, the tokens of panels, and the tokens `used`."""
+        of_panels = [ids_in(panel.arrays) for panel in self.panels]
+        shown = (
+            used.union(*of_panels) | set(self.candidates.flatten().tolist()) | set(self.measurements.tokens[0].tolist())
+        )
         return {token: self.texts[token] for token in sorted(shown)}
 
     def assemble(
@@ -392,8 +455,10 @@ class LensPage:
         facts = {
             **vars(self.source),
             **model_facts(self.model, self.measurements.tokens),
+            "score_width": self.measurements.layers[0].query.shape[-1],
             "value_parts": list(self.measurements.layers[0].value_parts),
             "detail": self.detail,
+            **{name: fact for panel in self.panels for name, fact in panel.facts.items()},
             "logit_softcap": self.model.config.logit_softcap,
             "parts": [[part.kind, part.layer, part.head] for part in parts_of(self.model)],
             "mixed": self.model.config.qkv_convolution or 1,

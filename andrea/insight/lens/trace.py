@@ -1,4 +1,4 @@
-"""Runs the model's forward pass layer by layer, with every intermediate result of attention, and without single heads.
+"""Runs the model's forward pass layer by layer, with every intermediate result of attention.
 
 B sequences, T tokens, H heads, D = d_head, V vocabulary, N width of a query or key from which a score is computed (D; for
 the additive function its hidden width). The pass runs in the type of the weights (fp32), without compilation and without a
@@ -124,14 +124,18 @@ def value_parts(attention: MultiHeadAttention, normed: Tensor, shared: SharedInp
 
 def finish_block(block: Block, x: Tensor, written: Tensor) -> Tensor:
     """The rest of a block after its heads: x (B, T, d_model), `LayerTrace.written` (B, H, T, D) -> (B, T, d_model)."""
-    before, x = x, x + block.attention.output(block.attention.merged(written))
-    return x + block.mlp(block.mlp_norm(before if block.parallel_residual else x))
+    attended, transformed = block_outputs(block, x, written)
+    return x + attended + transformed
 
 
-# -------------------------------------------------------------------------------------------------------------- effects
-# The effect of a head on the predicted next token: ablation, and direct logit attribution.
+def block_outputs(block: Block, x: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
+    """What a block's attention and its MLP add to x (B, T, d_model), of that shape each. written: as in `finish_block`."""
+    attended = block.attention.output(block.attention.merged(written))
+    read = x if block.parallel_residual else x + attended
+    return attended, block.mlp(block.mlp_norm(read))
 
-LOGITS_AT_ONCE = 1 << 26  # of ablations computed at once: a quarter of a GiB
+
+# --------------------------------------------------------------------------------------------------------------- logits
 
 
 def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
@@ -140,25 +144,18 @@ def next_log_probabilities(model: GPT, after: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def ablate_heads(
-    model: GPT, tokens: Tensor, layer: int, trace: LayerTrace, heads: Sequence[int], last_only: bool = False
-) -> Iterator[tuple[int, Tensor]]:
-    """Ablate one of a layer's `heads` at a time: it writes zeros. Yields (head, ln p of the next token (T, V)).
+def logit_lens(model: GPT, layers: Sequence[LayerTrace]) -> Iterator[Tensor]:
+    """ln p of the next token (T, V), if the model ended after the embedding, after each attention, after each MLP.
 
-    tokens (1, T). last_only: yield only ln p after the last token, (1, V). What the heads write is `LayerTrace.written`.
-    The forward pass restarts at this layer, from the residual stream in `trace`.
+    The logit lens (nostalgebraist 2020, "interpreting GPT: the logit lens"): the final norm and the head read the residual
+    stream of every stage. Yields 2 L + 1 stages; the last is the model's prediction. layers: the traces of one prompt.
+    With a parallel residual, the MLP does not read the stream after attention, but it is shown all the same.
     """
-    n_token = tokens.shape[1]
-    at_once = max(1, LOGITS_AT_ONCE // (n_token * model.n_vocab))
-    for begin in range(0, len(heads), at_once):
-        some = list(heads[begin : begin + at_once])
-        written = trace.written.repeat(len(some), 1, 1, 1)  # (ablated heads, H, T, D)
-        written[range(len(some)), some] = 0
-        x = finish_block(model.blocks[layer], trace.before.expand(len(some), -1, -1), written)
-        for block in model.blocks[layer + 1 :]:
-            x, _ = block(x, trace.shared)  # all copies share the inputs of the one sequence
-        x = x[:, -1:] if last_only else x
-        yield from zip(some, next_log_probabilities(model, x), strict=True)
+    yield next_log_probabilities(model, layers[0].before)[0]
+    for block, trace in zip(model.blocks, layers, strict=True):
+        attended, _ = block_outputs(block, trace.before, trace.written)
+        yield next_log_probabilities(model, trace.before + attended)[0]
+        yield next_log_probabilities(model, trace.after)[0]
 
 
 @torch.no_grad()

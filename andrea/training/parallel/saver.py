@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andrea.checkpoint import Checkpoint, Damaged, best_of, checkpoints_of, consolidate, write_checkpoint
-from andrea.checkpoint.find import mark_and_prune
+from andrea.checkpoint.find_and_prune import mark_and_prune
 from andrea.checkpoint.folder import SHARDS, Files, flushed_files, make_staging_folder, publish
 from andrea.checkpoint.tensors import TensorReader, write_shard
 from andrea.runtime.files import RESUME, StorageFailed, storing

@@ -18,8 +18,9 @@ from test_compare_page import opened
 from andrea.__main__ import main
 from andrea.cli.exit_code import exit_code_of
 from andrea.insight.compare.comparison import compare_runs
-from andrea.insight.compare.page import RunPage, render_page
+from andrea.insight.compare.page import render_page
 from andrea.insight.compare.runs import LeftOut, Run, read_run
+from andrea.insight.run_page import RunPage
 
 EVIL = "</script><script>document.title='EVIL'</script><img src=x onerror=\"document.title='EVIL'\">&lt;\u2028"
 Edit = Callable[[Path], object]

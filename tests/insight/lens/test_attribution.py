@@ -306,13 +306,18 @@ def test_the_strongest_reads_come_first() -> None:
         assert effects[reader // 5 - 1][kind, source, reader % 5] == pytest.approx(effect)
 
 
-def test_the_induction_circuit_made_by_hand_is_found() -> None:
-    """Head 1.0 looks at what followed the earlier copy of its token, because head 0.0 wrote it into the key."""
+def copying_by_hand() -> GPT:
+    """The circuit of `hand_made`, whose head 1.0 also writes the token that it finds."""
     model = hand_made()
     induction, n_vocab = model.blocks[1].attention, TOKENIZER.n_vocab
-    induction.value.weight[:n_vocab, :n_vocab] = torch.eye(n_vocab)  # so that head 1.0 writes something
+    induction.value.weight[:n_vocab, :n_vocab] = torch.eye(n_vocab)
     induction.output.weight[:n_vocab, :n_vocab] = torch.eye(n_vocab)
-    explained = Explained(model, prompt_tokens("abcdeabcde"))
+    return model
+
+
+def test_the_induction_circuit_made_by_hand_is_found() -> None:
+    """Head 1.0 looks at what followed the earlier copy of its token, because head 0.0 wrote it into the key."""
+    explained = Explained(copying_by_hand(), prompt_tokens("abcdeabcde"))
     effects = explained.effects(1)  # (3, 3, 3)
     kind, source, reader = torch.unravel_index(effects.argmax(), effects.shape)
     assert (KINDS[kind], int(source), int(reader)) == ("key", 0, 0) and effects.max() > 0.5

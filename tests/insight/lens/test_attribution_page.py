@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_attribution import Explained, model_of
+from test_attribution import Explained, copying_by_hand, model_of
 from test_lens_page import Opened, assert_shown, browser, page_of  # noqa: F401
 from tiny_models import TOKENIZER, make, prompt_tokens
 
@@ -64,14 +64,14 @@ def test_parts_are_named_and_a_head_among_them_can_be_opened(browser, tmp_path: 
 
 
 def test_a_cell_without_pairs_leads_to_one_that_has_them(browser, tmp_path: Path, monkeypatch) -> None:  # noqa: F811
-    monkeypatch.setattr("andrea.insight.lens.attribution.MOST_CELLS", 15 * 21 * 2)  # two keys of each query
+    monkeypatch.setattr("andrea.insight.lens.attribution.MOST_CELLS", 1)  # three keys of each query
     model = make()
     weights = Explained(model, prompt_tokens()).layers[1].weights[0, 2, 12]
     weakest, strongest = weights[:13].argmin().item(), weights.argmax().item()
     opened = Opened(browser, page_of(model, tmp_path / "lens.html"), f"#h=1.2&q=12&k={weakest}")
     assert not opened.page.locator("#why-table").is_visible()
     buttons = opened.page.locator("#why-note button")
-    assert buttons.count() == 2 and buttons.first.inner_text().startswith(f"{strongest} ")
+    assert buttons.count() == 3 and buttons.first.inner_text().startswith(f"{strongest} ")
     buttons.first.focus()
     opened.page.keyboard.press("Enter")
     assert opened.page.locator("#why-table").is_visible() and opened.page.locator("#why-pairs tbody tr").count() > 8
@@ -112,6 +112,21 @@ def test_the_graph_shows_the_strongest_reads(browser, tmp_path: Path) -> None:  
     page.locator("#only-head").uncheck()
     page.locator("#graph .head-mark").nth(11).click()
     assert opened.text("#chosen").startswith("head 2.1")
+    assert opened.is_quiet(), (opened.messages, opened.requests)
+
+
+def test_the_induction_circuit_is_named_and_seen(browser, tmp_path: Path) -> None:  # noqa: F811
+    opened = Opened(browser, page_of(copying_by_hand(), tmp_path / "lens.html", "abcdeabcde"), "#h=1.0&q=6&k=2")
+    assert opened.text("#circuit").startswith("Induction circuit: head 0.0 previous-token looks at")
+    assert "head 1.0 induction reads that in its key" in opened.text("#circuit")
+    first = opened.page.locator("#reads-table tbody tr").first
+    assert first.get_attribute("data-read") == "0.0 1.0 key"
+    assert opened.page.locator("#why-pairs tbody tr").first.inner_text().split("\t")[2:] == [
+        "token a",
+        "head 0.0 previous-token",
+    ]
+    opened.page.locator("#circuit button").first.click()
+    assert opened.text("#chosen").startswith("head 0.0")
     assert opened.is_quiet(), (opened.messages, opened.requests)
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from tiny_models import TOKENIZER, make, prompt_tokens
 
+from andrea.insight.lens.interventions import ablate_heads
 from andrea.insight.lens.lens import small_lens
 from andrea.insight.lens.page import LensPage, Source, measure, small_maps, visible_text
-from andrea.insight.lens.trace import ablate_heads, next_log_probabilities, trace_layers
+from andrea.insight.lens.trace import next_log_probabilities, trace_layers
 
 
 def test_small_maps_keep_the_strongest_cell() -> None:

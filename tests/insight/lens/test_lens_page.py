@@ -12,9 +12,10 @@ from conftest import launched_browser
 from tiny_models import CASES, CONFIG, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
 
 from andrea.attention import Cosine, ScaledDotProduct, alibi_slopes, attention_weights
+from andrea.insight.lens.interventions import ablate_heads
 from andrea.insight.lens.lens import small_lens
 from andrea.insight.lens.page import LensPage, Source, measure
-from andrea.insight.lens.trace import ablate_heads, trace_layers
+from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 
 pytestmark = pytest.mark.untraced
@@ -95,6 +96,19 @@ def test_three_random_cells_show_the_attention_weights(browser, tmp_path: Path, 
             assert opened.text("#weight-shown") == opened.text("#cell-weight")
         else:
             assert opened.text("#cell-masked") == "-∞"
+    assert opened.is_quiet(), (opened.messages, opened.requests)
+
+
+@pytest.mark.parametrize("case", ["scaled_dot", "additive"])
+def test_a_prompt_longer_than_its_heads_are_wide_shows_its_weights(browser, tmp_path: Path, case: str) -> None:
+    """The file then holds whole queries and keys in place of scores, because they are smaller."""
+    model, text = make(*CASES[case]), 2 * PROMPT
+    path = page_of(model, tmp_path / "lens.html", text)
+    assert '["scores"' not in path.read_text(encoding="utf-8")
+    opened = Opened(browser, path, "#h=1.3&q=37&k=21")
+    expected = weights_of(model, 1, text)[3, 37]
+    assert_shown(opened.text("#cell-weight"), expected[21].item())
+    assert_shown(opened.text("#row-sum"), expected.sum().item())
     assert opened.is_quiet(), (opened.messages, opened.requests)
 
 

@@ -7,7 +7,8 @@ import torch
 from tiny_models import CASES, CONFIG, TOKENIZER, make, prompt_tokens
 
 from andrea.attention import attention_weights
-from andrea.insight.lens.trace import LayerTrace, ablate_heads, logit_attribution, trace_layers
+from andrea.insight.lens.interventions import ablate_heads
+from andrea.insight.lens.trace import LayerTrace, logit_attribution, trace_layers
 from andrea.model.gpt import GPT
 
 
@@ -60,7 +61,7 @@ def test_ablating_in_small_batches_gives_the_same(monkeypatch: pytest.MonkeyPatc
     model, tokens = make(), prompt_tokens()
     passes = list(trace_layers(model, tokens))
     together = dict(ablate_heads(model, tokens, 1, passes[1], range(5)))
-    monkeypatch.setattr("andrea.insight.lens.trace.LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr("andrea.insight.lens.interventions.LOGITS_AT_ONCE", 1)
     for head, ablated in ablate_heads(model, tokens, 1, passes[1], range(5)):
         torch.testing.assert_close(ablated, together[head], atol=1e-5, rtol=1e-5)
 

@@ -51,11 +51,16 @@ function rowOf(matrix, at, width) {
   return Array.from(matrix.subarray(at * width, (at + 1) * width));
 }
 
-function norm(numbers) {
-  return Math.sqrt(numbers.reduce((sum, x) => sum + x * x, 0));
+// The numbers in the file of a vector at a position.
+function shownNumbers(matrix, at) {
+  return rowOf(matrix, at, matrix.length / T);
 }
 
-// 'a1 × b1 + a2 × b2 + (60 more terms: rest)'. total: the sum over all pairs.
+function isCut(width) {
+  return width > SHOWN_NUMBERS;
+}
+
+// 'a1 × b1 + a2 × b2 + (60 more terms: rest)'. pairs: the first of a dot product. total: the sum over all pairs.
 function sumOfProducts(pairs, total) {
   const shown = pairs.slice(0, SHOWN_PRODUCTS);
   const rest = total - shown.reduce((sum, [a, b]) => sum + a * b, 0);
@@ -64,7 +69,7 @@ function sumOfProducts(pairs, total) {
     const sign = index === 0 ? (a < 0 ? "−" : "") : a < 0 ? " − " : " + ";
     return `${sign}${formatNumber(Math.abs(a), 4)} × ${factor(b)}`;
   };
-  const more = pairs.length - SHOWN_PRODUCTS;
+  const more = facts.score_width - SHOWN_PRODUCTS;
   return shown.map(term).join("") + (more > 0 ? ` + (${more} more terms: ${formatNumber(rest)})` : "");
 }
 
@@ -73,6 +78,7 @@ function sumOfProducts(pairs, total) {
 // From the vectors to the score. The query in the file holds every factor of the score; it is divided out where a step
 // of its own shows it.
 function scoreSteps(head) {
+  if (state.j > state.i) return []; // a later key: no score is computed
   const steps = scoreStepsOf(head);
   const shares = facts.convolution && facts.convolution[layerOf(state.head)][state.head % H];
   if (shares) steps[0].formula.push(line(mixtureText("q", shares.query), "; ", mixtureText("k", shares.key)));
@@ -87,7 +93,7 @@ function mixtureText(name, shares) {
 
 function scoreStepsOf(head) {
   const { head: n, i, j } = state;
-  const [query, key] = [rowOf(head.query, i, head.width), rowOf(head.key, j, head.width)];
+  const [query, key] = [shownNumbers(head.query, i), shownNumbers(head.key, j)];
   const score = compatibilityOf(head, n, i, j);
   switch (facts.compatibility) {
     case "ScaledDotProduct":
@@ -119,8 +125,8 @@ function scoreStepsOf(head) {
 function productStep(title, detail, names, query, key, result) {
   const pairs = query.map((x, c) => [x, key[c]]);
   const formula = [
-    line(`${names[0]} = `, formatVector(query)),
-    line(`${names[1]} = `, formatVector(key)),
+    line(`${names[0]} = `, formatVector(query, isCut(facts.score_width))),
+    line(`${names[1]} = `, formatVector(key, isCut(facts.score_width))),
     line(`${names[2]} = ${sumOfProducts(pairs, result)}`),
   ];
   return { title, detail, formula, result };
@@ -159,8 +165,8 @@ function cosineSteps(query, key, score, sharpness) {
 function additiveStep(query, key, score, mixing) {
   const pairs = query.map((x, c) => [mixing[c], Math.tanh(x + key[c])]);
   const formula = [
-    line("A q = ", formatVector(query)),
-    line("B k = ", formatVector(key)),
+    line("A q = ", formatVector(query, isCut(facts.score_width))),
+    line("B k = ", formatVector(key, isCut(facts.score_width))),
     line(`score = ${sumOfProducts(pairs, score)}`),
   ];
   return { title: "w · tanh(A q + B k)", detail: "a network with one hidden layer", formula, result: score };
@@ -169,6 +175,7 @@ function additiveStep(query, key, score, mixing) {
 // The soft cap and ALiBi, where the model has them.
 function modifierSteps(head) {
   const { head: n, i, j } = state;
+  if (j > i) return [];
   const score = compatibilityOf(head, n, i, j);
   const [capped, cap] = [cappedScore(score), facts.softcap];
   const steps = [];
@@ -250,8 +257,8 @@ function outputSteps(head) {
   const { head: n, i, j } = state;
   const softmax = softmaxRow(head, n, i);
   const weight = softmax.exponentials[j] / softmax.sum;
-  const value = rowOf(head.value, j, D);
-  const [z, own] = [weightedSum(head, softmax), rowOf(head.value, i, D)];
+  const [valueNorm, ...value] = shownNumbers(head.value, j);
+  const z = weightedSum(head, softmax);
   const width = facts.components + 1; // of a row of key_write and query_write: the norm, then the first numbers
   const [keyNorm, ...keyWrite] = rowOf(head.key_write, j, width);
   const [queryNorm, ...queryWrite] = rowOf(head.query_write, i, width);
@@ -260,8 +267,8 @@ function outputSteps(head) {
     {
       title: "× value",
       detail: "the key's value vector times the weight",
-      formula: [line("v = ", formatVector(value)), ...valueOrigin(head), line("weight · v = ", formatVector(weighted(value)))],
-      result: weight * norm(value),
+      formula: [line("v = ", formatVector(value, isCut(D))), ...valueOrigin(head), line("weight · v = ", formatVector(weighted(value), isCut(D)))],
+      result: weight * valueNorm,
       unit: "norm",
     },
     {
@@ -278,9 +285,9 @@ function outputSteps(head) {
       title: "sum over all keys",
       detail: "what the head adds at this query",
       formula: [
-        line("z = Σ weight · v = ", formatVector(z)),
-        facts.own_shares ? exclusionLine(n, i, z, own) : null,
-        head.gate ? gateLine(head, i, excluded(n, z, own)) : null,
+        line("z = Σ weight · v = ", formatVector(z, isCut(D))),
+        facts.own_shares ? exclusionLine(head, z) : null,
+        head.gate ? gateLine(head, i, excluded(head, z)) : null,
         line("W", sub("O"), " z = ", formatVector(queryWrite, true)),
         head.query_logits ? attributionLine(head.query_logits_ids, head.query_logits, i, 1) : null,
       ],
@@ -310,23 +317,21 @@ function whenOfKey(head) {
   return later.length ? `, before ${later.join(" and ")}` : "";
 }
 
-// Exclusive attention: z without a share of its component along the query's own value.
-function excluded(n, z, own) {
+// Exclusive attention: the first numbers of z, without a share of its component along the query's own value.
+function excluded(head, z) {
   if (!facts.own_shares) return z;
-  const share = facts.own_shares[layerOf(n)][n % H];
-  const along = (share * dot(z, own)) / (dot(own, own) + facts.own_value_epsilon);
-  return z.map((x, c) => x - along * own[c]);
+  const { head: n, i } = state;
+  const [along] = rowOf(head.own_value, i, 2);
+  const [, ...own] = shownNumbers(head.value, i);
+  return z.map((x, c) => x - facts.own_shares[layerOf(n)][n % H] * along * own[c]);
 }
 
-function dot(one, other) {
-  return one.reduce((sum, x, c) => sum + x * other[c], 0);
-}
-
-function exclusionLine(n, i, z, own) {
-  const cosine = dot(z, own) / Math.max(norm(z) * norm(own), 1e-30);
+function exclusionLine(head, z) {
+  const { head: n, i } = state;
+  const cosine = rowOf(head.own_value, i, 2)[1];
   return [
     line(`cosine of z and the own value of query ${i}: ${formatNumber(cosine, 3)}; share removed: `, shareOf(n)),
-    line("z ← z − share · (z·v / v·v) v = ", formatVector(excluded(n, z, own))),
+    line("z ← z − share · (z·v / v·v) v = ", formatVector(excluded(head, z), isCut(D))),
   ];
 }
 
@@ -337,15 +342,18 @@ function shareOf(n) {
 // The head's gate at query i times z: one number for the head, or one for each channel.
 function gateLine(head, i, z) {
   const gate = rowOf(head.gate, i, head.gate.length / T);
-  const shown = gate.length === 1 ? newElement("b", { class: "num" }, formatNumber(gate[0])) : formatVector(gate);
-  return line("gate = 2·sigmoid(w·x) = ", shown, "; z ← gate · z = ", formatVector(z.map((x, c) => x * gate[c % gate.length])));
+  const shown = gate.length === 1 ? newElement("b", { class: "num" }, formatNumber(gate[0])) : formatVector(gate, isCut(D));
+  const gated = z.map((x, c) => x * gate[c % gate.length]);
+  return line("gate = 2·sigmoid(w·x) = ", shown, "; z ← gate · z = ", formatVector(gated, isCut(D)));
 }
 
+// The first numbers of z.
 function weightedSum(head, softmax) {
-  const z = new Array(D).fill(0);
+  const z = shownNumbers(head.value, 0).slice(1).fill(0);
   for (const j of softmax.keys) {
     const weight = softmax.exponentials[j] / softmax.sum;
-    for (let c = 0; c < D; c++) z[c] += weight * head.value[j * D + c];
+    const [, ...value] = shownNumbers(head.value, j);
+    value.forEach((x, c) => (z[c] += weight * x));
   }
   return z;
 }

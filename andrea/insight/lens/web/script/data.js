@@ -1,6 +1,6 @@
 // The page's data, and the attention weights computed from it in double precision.
 //
-// T tokens, L layers, H heads per layer, D width of a value, N width of a query or key as it is scored. Heads are numbered
+// T tokens, L layers, H heads per layer, D width of a value. Heads are numbered
 // n = layer * H + head; i is the position of a query, j of a key. Matrices are flat arrays.
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
@@ -109,7 +109,6 @@ function weightsFromMap(n) {
 }
 
 function withWeights(head, n) {
-  head.width = head.query.length / T;
   head.weights = new Float64Array(T * T);
   for (let i = 0; i < T; i++) {
     const row = softmaxRow(head, n, i);
@@ -152,9 +151,11 @@ function cappedScore(score) {
   return facts.softcap === null ? score : facts.softcap * Math.tanh(score / facts.softcap);
 }
 
-// What the compatibility function says.
+// What the compatibility function says of a key up to the query. The file has the scores, row i for the keys 0 to i; for a long
+// prompt it has the whole queries and keys instead.
 function compatibilityOf(head, n, i, j) {
-  const N = head.width;
+  if (head.scores) return head.scores[(i * (i + 1)) / 2 + j];
+  const N = facts.score_width;
   const mixing = facts.mixing && facts.mixing[layerOf(n)][n % H]; // of the additive function alone
   let sum = 0;
   if (mixing) for (let c = 0; c < N; c++) sum += mixing[c] * Math.tanh(head.query[i * N + c] + head.key[j * N + c]);

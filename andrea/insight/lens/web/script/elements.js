@@ -77,7 +77,8 @@ function formatPercent(p) {
 
 const SHOWN_NUMBERS = 6; // of a long vector
 
-function formatVector(numbers, isCut = numbers.length > SHOWN_NUMBERS) {
+// isCut: whether the vector has more numbers than the file.
+function formatVector(numbers, isCut) {
   const shown = numbers.slice(0, SHOWN_NUMBERS).map((x) => formatNumber(x, 4));
   return span("vector", `[${shown.join(", ")}${isCut ? ", …" : ""}]`);
 }

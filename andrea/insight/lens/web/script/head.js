@@ -216,8 +216,9 @@ function drawLegend() {
   }
   const end = state.gate ? ` (of the text: gate ${LARGEST_GATE})` : "";
   const { full, isWritten } = shading(openHead(state.head));
-  const most = isWritten ? `${formatNumber(full, 3)} (norm of weight · W v)` : "1";
-  byId("legend").replaceChildren(state.log ? "10⁻⁵" : "0", strip, most, end);
+  const most = isWritten ? [`${formatNumber(full, 3)} (norm of weight · W`, sub("O"), " v)"] : ["1"];
+  const low = state.log ? (isWritten ? formatNumber(full / 10 ** LOG_DECADES, 2) : "10⁻⁵") : "0";
+  byId("legend").replaceChildren(low, strip, newElement("span", {}, most), end);
 }
 
 // ------------------------------------------------------------------------------------------------------- in words
@@ -325,6 +326,10 @@ function writeHeadNote() {
   if (state.hide) {
     notes.push("The first token is hidden. Shades show how the rest of the weight is shared by the other keys.");
     notes.push("Numbers are unchanged.");
+  }
+  if (state.written && openHead(state.head).written) {
+    notes.push("Shades show the length of the vector that each weight writes: weight × norm of W_O v.");
+    notes.push("A weight on a key with next to nothing to say looks empty.");
   }
   byId("head-note").textContent = notes.join(" ");
   byId("head-note").hidden = !notes.length;

@@ -5,6 +5,7 @@ const SORTS = [
   ["entropy_share", "entropy (lowest first)"],
   ...facts.names.map((name) => [name.score, name.title]),
   ...(facts.detail ? [["loss_change", "loss change when ablated"]] : []),
+  ...(facts.other ? [["distance", "change from the other checkpoint"]] : []),
   ...(gates ? [["gate", "mean gate (lowest first)"]] : []),
 ];
 
@@ -51,6 +52,7 @@ function drawSmallMaps() {
 function sortValue(n) {
   const head = facts.heads[n];
   if (state.sort === "loss_change") return head.loss_change;
+  if (state.sort === "distance") return facts.other.heads[n].distance;
   if (state.sort === "gate") return meanGate(n);
   return state.sort === "entropy_share" ? head.prompt.entropy_share : head.probe[state.sort];
 }

@@ -21,6 +21,10 @@ function draw() {
   writeWhy();
   writeReads();
   writeNext();
+  writeExamples();
+  writeOther();
+  writeLayers();
+  writeTwoPrompts();
   writeAddress();
 }
 
@@ -220,5 +224,6 @@ writeTokens();
 drawSmallMaps();
 drawOverview();
 listen();
+startTwoPrompts();
 select({ j: state.j });
 document.documentElement.dataset.ready = "yes"; // for tests

@@ -11,7 +11,7 @@ function writeReads() {
   byId("only-head-label").textContent = `only head ${labelOf(state.head)}`;
   byId("only-head").checked = state.onlyHead;
   const shown = shownReads();
-  byId("circuit").replaceChildren(...circuitInWords());
+  byId("circuit").replaceChildren(...circuitInWords().flat(Infinity));
   drawGraph(shown);
   const rows = shown.map((read) =>
     newElement(
@@ -57,13 +57,13 @@ function circuitInWords() {
   const threshold = (score) => facts.names.find((name) => name.score === score).threshold;
   const inducing = facts.heads.map((_, n) => n).filter((n) => scoreOfHead(n, "induction") >= threshold("induction"));
   if (!inducing.length) return ["No head attends by induction, neither on this prompt nor on the fixed texts."];
-  const score = (n) => span("muted num", ` ${formatScore(scoreOfHead(n, "induction"), 2)}`);
   const keys = allReads().filter(({ reader, kind, effect }) => kind === "key" && inducing.includes(reader) && effect >= LEAST_READ);
   const circuit = keys.find(({ source }) => scoreOfHead(source, "previous_token") >= threshold("previous_token"));
   if (!circuit) {
-    const alone = facts.convolution ? " The convolution over its keys can do the work of such a head." : "";
-    const heads = inducing.flatMap((n) => [" ", headButton(n), score(n)]);
-    return ["Induction:", ...heads, `. No head reads from a previous-token head in its key.${alone}`];
+    const heads = inducing.flatMap((n) => [newButton(() => select({ head: n }), labelOf(n)), ` (${formatScore(scoreOfHead(n, "induction"), 2)}) `]);
+    const none = "None of them reads from a previous-token head in its key.";
+    const alone = " The convolution over keys can do the work of such a head: section 4 then shows pairs with parts of tokens before.";
+    return ["Heads that attend by induction, with their scores: ", ...heads, none, facts.convolution ? alone : null].filter(isPresent);
   }
   const { source, reader, effect } = circuit;
   return [

@@ -77,8 +77,9 @@ function barCell(share) {
 // A part of the residual stream at `position`, or of that so many tokens before it.
 function sourceLabel({ part: [kind, layer, index], distance }, position) {
   const at = position - distance;
-  const before = distance ? span("muted small", `, ${distance} before`) : null;
   const token = (place) => tokenLabel(place < 0 ? "∅" : tokenText(place));
+  const saysWhere = ["token", "pair", "position"].includes(kind);
+  const before = distance ? [span("muted small", `, ${distance} before${saysWhere ? "" : ", at "}`), saysWhere ? null : token(at)] : null;
   const n = layer * H + index;
   const names = namesOf(n).map((name) => name.title);
   switch (kind) {
@@ -91,7 +92,11 @@ function sourceLabel({ part: [kind, layer, index], distance }, position) {
     case "mlp":
       return [`MLP ${layer}`, before];
     default:
-      return [newButton(() => select({ head: n, i: Math.max(0, at) }), `head ${labelOf(n)}`), before, names.length ? span("muted small", ` ${names.join(", ")}`) : null];
+      return [
+        newButton(() => select({ head: n, i: Math.max(0, at) }), `head ${labelOf(n)}`),
+        names.length ? span("muted small", ` ${names.join(", ")}`) : null,
+        before,
+      ];
   }
 }
 
