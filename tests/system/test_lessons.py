@@ -45,7 +45,7 @@ def test_there_are_ten_lessons_and_the_index_names_each() -> None:
     for number, page in enumerate(LESSONS, 1):
         text = page.read_text(encoding="utf-8")
         assert f"]({page.name})" in index and text.startswith(f"# {number}. ")
-        assert re.search(r"^\*\*\d+ minutes\*\*", text, re.MULTILINE)
+        assert re.search(r"^\*\*\d+ minutes\.?\*\*", text, re.MULTILINE)
         assert (
             "## The idea" in text and "## Try" in text and re.search("^## Your (picture|figure)$", text, re.MULTILINE)
         )
