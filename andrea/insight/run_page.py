@@ -52,5 +52,5 @@ def names_in(folder: Path) -> list[str]:
     """Sorted; none if there is no folder. Raises OSError if it cannot be read, where `Path.glob` would find nothing."""
     try:
         return sorted(os.listdir(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
