@@ -180,15 +180,15 @@ def scores_of(query: Tensor, key: Tensor, mixing: Tensor | None) -> Tensor:
 
     mixing: w (N,) of the additive function, whose scores are no dot products.
     """
-    query, key = query.double(), key.double()
+    query, key = query.cpu().double(), key.cpu().double()  # not every device has fp64
     if mixing is None:
         return query @ key.T
-    return torch.stack([torch.tanh(row + key) @ mixing.double() for row in query])
+    return torch.stack([torch.tanh(row + key) @ mixing.cpu().double() for row in query])
 
 
 def along_own_value(retrieved: Tensor, value: Tensor) -> Tensor:
     """For exclusive attention: z and the own values, (T, D) each -> (T, 2): z·v / (v·v + ε), and the cosine of z and v."""
-    z, v = retrieved.double(), value.double()
+    z, v = retrieved.cpu().double(), value.cpu().double()
     along = (z * v).sum(-1) / (v.square().sum(-1) + OWN_VALUE_EPSILON)
     return torch.stack((along, functional.cosine_similarity(z, v, dim=-1, eps=1e-30)), -1)
 
