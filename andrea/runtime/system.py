@@ -1,4 +1,6 @@
-"""What Windows lacks or does differently, each in two forms. The form for Windows is tested by an emulation only."""
+"""What Windows lacks or does differently, each in two forms. The form for Windows is tested by an emulation only.
+
+`read_at`, in text/shards.py, has two forms too."""
 
 from __future__ import annotations
 

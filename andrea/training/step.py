@@ -71,7 +71,7 @@ class TrainingStep:
     @property
     def runs_ahead(self) -> bool:
         """Whether the host queues work for the device, and goes on while the device computes."""
-        return runs_ahead(self.device)
+        return self.device.type != "cpu"
 
     def batch(self, step: int) -> Batch:
         """This rank's sequences of the step that follows `step` earlier steps."""
@@ -238,10 +238,6 @@ class HostCopy:
         if self.done is not None:
             self.done.synchronize()
         return self.numbers.tolist()
-
-
-def runs_ahead(device: torch.device) -> bool:
-    return device.type != "cpu"
 
 
 def copies_asynchronously(device: torch.device) -> bool:

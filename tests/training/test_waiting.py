@@ -57,7 +57,7 @@ def test_between_steps_the_host_waits_for_no_more_than_the_step_before_the_last(
         def synchronize(self) -> None:
             queue.marks.append(("wait", self.position))
 
-    monkeypatch.setattr(step_module, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(TrainingStep, "runs_ahead", True)
     monkeypatch.setattr(step_module, "copies_asynchronously", lambda device: True)
     monkeypatch.setattr(step_module, "pinned_like", torch.empty_like)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -97,7 +97,7 @@ def test_data_that_cannot_be_read_ahead_are_reported_when_they_are_needed(monkey
     step = object.__new__(TrainingStep)
     step.prefetched, step.device, step.loader = None, torch.device("cpu"), Lost()
     step.read_batch = lambda number: step.loader.batch(number, 1)
-    monkeypatch.setattr(step_module, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(TrainingStep, "runs_ahead", True)
     step.prefetch(3)
     with pytest.raises(DataLost):
         step.batch(3)
@@ -107,7 +107,7 @@ def test_a_prefetched_batch_serves_its_own_step_only(monkeypatch: pytest.MonkeyP
     step = object.__new__(TrainingStep)
     step.prefetched, step.device = None, torch.device("cpu")
     step.read_batch = lambda number: ("batch", number)
-    monkeypatch.setattr(step_module, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(TrainingStep, "runs_ahead", True)
     step.prefetch(3)
     assert step.batch(5) == ("batch", 5) and step.batch(3) == ("batch", 3)
 

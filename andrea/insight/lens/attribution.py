@@ -7,7 +7,7 @@ in the stream, and a score is a sum over pairs (part of the query's stream, part
 
 One prompt: T tokens, H heads, G key/value heads, D = d_head, N width of a query or key from which a score is computed, P parts,
 K tokens that a convolution mixes (1 without), R = P K + 1 rows: what a query or key has from one part and one token. The last
-row is that of the biases. V vocabulary, C candidates for the next token.
+row is that of the biases. V vocabulary, C candidates for the next token. A model that was opened, or merged (model/lora.py), has no low-rank factors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from andrea.attention import Cosine, MultiHeadAttention
+from andrea.attention import Cosine
 from andrea.insight.lens.trace import LayerTrace, attend_as
 from andrea.model.gpt import GPT, LearnedPosition
-from andrea.model.lora import LowRankLinear
 
 # ------------------------------------------------------------------------------------------------ parts of the stream
 
@@ -66,7 +65,7 @@ def written_parts(model: GPT, tokens: Tensor, layers: Sequence[LayerTrace]) -> I
         alone.append(position)
     yield torch.cat(alone)
     for block, trace in zip(model.blocks, layers, strict=False):
-        heads = torch.einsum("hmd,htd->htm", output_by_head(block.attention), trace.written[0])
+        heads = torch.einsum("hmd,htd->htm", block.attention.output_by_head, trace.written[0])
         after_attention = trace.before + block.attention.output(block.attention.merged(trace.written))
         read = trace.before if block.parallel_residual else after_attention
         yield torch.cat((heads, block.mlp(block.mlp_norm(read))))
@@ -76,18 +75,6 @@ def biases_written(model: GPT, n_layer: int) -> Tensor:
     """(d_model,): the biases of attention's output in the first n_layer layers. They are in the stream of every token."""
     biases = [block.attention.output.bias for block in model.blocks[:n_layer]]
     return sum((bias for bias in biases if bias is not None), torch.zeros_like(model.embedding.weight[0]))
-
-
-def whole_weight(layer: nn.Linear) -> Tensor:
-    """The matrix (n_out, n_in) by which a linear layer multiplies, its low-rank change included."""
-    if isinstance(layer, LowRankLinear):
-        return layer.weight + layer.scale * layer.lora_b @ layer.lora_a
-    return layer.weight
-
-
-def output_by_head(attention: MultiHeadAttention) -> Tensor:
-    """W_O of each head, (H, d_model, D)."""
-    return whole_weight(attention.output).unflatten(1, (attention.n_head, -1)).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -188,7 +175,7 @@ class FrozenProjection:
         n_heads = [attention.n_head, self.n_kv_head, self.n_kv_head]
         taps = (None, None) if attention.taps is None else attention.taps.split(n_heads)[:2]
         for layer, its_taps in zip((attention.query, attention.key), taps, strict=True):
-            projected = x @ whole_weight(layer).T
+            projected = x @ layer.weight.T
             projected = attention.heads(projected if layer.bias is None or not has_bias else projected + layer.bias)
             if its_taps is not None:
                 by_distance = [self.tapped(projected, its_taps, distance) for distance in range(self.n_mixed)]
@@ -316,7 +303,7 @@ def head_effects(model: GPT, layers: Sequence[LayerTrace], parts: Sequence[Tenso
     """
     block, trace = model.blocks[layer], layers[layer]
     attention, shared = block.attention, trace.shared
-    weight = output_by_head(attention)
+    weight = attention.output_by_head
     gram = weight.mT @ weight  # (H, D, D): |W_O z|² = zᵀ gram z
     normed, norm = block.attention_norm(trace.before), FrozenNorm.at(block.attention_norm, trace.before[0])
     *whole, function = attention.project(normed, shared=shared)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.insight.lens.attribution import output_by_head
 from andrea.insight.lens.trace import LayerTrace, trace_layers
 from andrea.model.gpt import GPT, Block
 from andrea.text.shards import TokenStream
@@ -67,7 +66,7 @@ def strongest_cells(block: Block, trace: LayerTrace) -> tuple[Tensor, Tensor]:
 
     A head's gate, the mean over its channels, counts as a part of the weight's effect.
     """
-    weight = output_by_head(block.attention)
+    weight = block.attention.output_by_head
     gram = weight.mT @ weight  # (H, D, D): |W_O v|² = vᵀ gram v
     squares = torch.einsum("bhtd,hde,bhte->bht", trace.value, gram, trace.value)
     sizes = trace.weights * squares.clamp(min=0).sqrt()[:, :, None]

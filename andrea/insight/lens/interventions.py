@@ -48,12 +48,13 @@ def ablate_heads(
 # Activation patching between two prompts of T tokens (Vig et al. 2020, arXiv 2004.12265; Zhang and Nanda 2024, arXiv
 # 2309.16042). Prompt A runs, and one part of its run is replaced by that part of the run of prompt B. If the prediction then
 # moves to that of B, this part carries what distinguishes the prompts. `one` and `other` are the traces of a layer in the runs
-# of A and B. `places` says what is replaced in each of n copies. Each function returns the logits after the last token, (n, V).
+# of A and B. `places` says what is replaced in each of n copies.
 # prefix: from `cache_of`. With it, positions before the first replaced one, which do not change, are not computed again.
 
 
 @torch.no_grad()
-def patch_stream(
+def patch(
+    kind: str,
     model: GPT,
     one: LayerTrace,
     other: LayerTrace,
@@ -61,48 +62,25 @@ def patch_stream(
     places: Tensor,
     prefix: KeyValueCache | None = None,
 ) -> Tensor:
-    """Replace all that `layer` reads at some positions. places bool (n, T).
+    """Replace one kind of part, in n copies, and return the logits after the last token, (n, V).
 
-    That is the residual stream, and what later layers read of the position besides: the first layer's values and the value
-    embedding, in a model that has them. So with all positions replaced, the logits are those of prompt B.
+    kind: stream is all that `layer` reads at some positions, places bool (n, T): the residual stream, and what later layers
+    read of the position besides, the first layer's values and the value embedding, in a model that has them. So with all
+    positions replaced, the logits are those of prompt B. heads is what some heads write at some positions, places bool
+    (n, H, T); attention the same with all heads. mlp is what the MLP writes, places bool (n, T).
     """
-    x = torch.where(places[..., None], other.before, one.before)
-    return last_logits(model, layer, x, patched_inputs(one.shared, other.shared, places), places, prefix)
-
-
-@torch.no_grad()
-def patch_heads(
-    model: GPT,
-    one: LayerTrace,
-    other: LayerTrace,
-    layer: int,
-    places: Tensor,
-    prefix: KeyValueCache | None = None,
-) -> Tensor:
-    """Replace what some heads of `layer` write at some positions. places bool (n, H, T).
-
-    With all heads of a position, it is the output of attention that is replaced.
-    """
-    written = torch.where(places[..., None], other.written, one.written)
-    x = finish_block(model.blocks[layer], one.before.expand(len(places), -1, -1), written)
-    return last_logits(model, layer + 1, x, one.shared, places, prefix)
-
-
-@torch.no_grad()
-def patch_mlp(
-    model: GPT,
-    one: LayerTrace,
-    other: LayerTrace,
-    layer: int,
-    places: Tensor,
-    prefix: KeyValueCache | None = None,
-) -> Tensor:
-    """Replace what the MLP of `layer` writes at some positions. places bool (n, T)."""
-    block = model.blocks[layer]
-    attended, own = block_outputs(block, one.before, one.written)
-    _, others = block_outputs(block, other.before, other.written)
-    x = one.before + attended + torch.where(places[..., None], others, own)
-    return last_logits(model, layer + 1, x, one.shared, places, prefix)
+    block, following, shared = model.blocks[layer], layer + 1, one.shared
+    if kind == "stream":
+        following, shared = layer, patched_inputs(one.shared, other.shared, places)
+        x = torch.where(places[..., None], other.before, one.before)
+    elif kind == "mlp":
+        attended, own = block_outputs(block, one.before, one.written)
+        _, others = block_outputs(block, other.before, other.written)
+        x = one.before + attended + torch.where(places[..., None], others, own)
+    else:
+        written = torch.where(places[..., None], other.written, one.written)
+        x = finish_block(block, one.before.expand(len(places), -1, -1), written)
+    return last_logits(model, following, x, shared, places, prefix)
 
 
 def patched_inputs(one: SharedInputs, other: SharedInputs, places: Tensor) -> SharedInputs:
@@ -174,24 +152,24 @@ def patch_all(
     positions = torch.eye(n_token, dtype=torch.bool, device=compared.device)
     of_heads = torch.eye(n_head, dtype=torch.bool, device=compared.device)[..., None].expand(-1, -1, n_token)
     kinds = {
-        "stream": (patch_stream, positions),
-        "attention": (patch_heads, positions[:, None].expand(-1, n_head, -1)),
-        "mlp": (patch_mlp, positions),
-        "heads": (patch_heads, of_heads),
+        "stream": positions,
+        "attention": positions[:, None].expand(-1, n_head, -1),
+        "mlp": positions,
+        "heads": of_heads,
     }
     # On average, a copy runs through half of the layers, with 2 FLOPs for each weight and token.
     n_weight = sum(parameter.numel() for parameter in model.blocks.parameters())
     if 3 * len(layers) * n_token * n_token * n_weight > MOST_FLOPS:
         del kinds["attention"], kinds["mlp"]
     whole = model.logits(model.final_norm(torch.cat([run[-1].after[:, -1] for run in (layers, others)]))).float()
-    found = {kind: whole[:1, compared].repeat(len(layers), len(places), 1) for kind, (_, places) in kinds.items()}
+    found = {kind: whole[:1, compared].repeat(len(layers), len(places), 1) for kind, places in kinds.items()}
     prefix = cache_of(model, layers)
     at_once = max(1, NUMBERS_AT_ONCE // layers[0].before.numel())
     for layer, (one, other) in enumerate(zip(layers, others, strict=True)):
-        for kind, (patch, places) in kinds.items():
+        for kind, places in kinds.items():
             changed = torch.arange(n_head) if kind == "heads" else changed_positions(kind, one, other)
             for some in changed.split(at_once):
-                found[kind][layer, some] = patch(model, one, other, layer, places[some], prefix)[:, compared]
+                found[kind][layer, some] = patch(kind, model, one, other, layer, places[some], prefix)[:, compared]
     return found | {"whole": whole[:, compared]}
 
 

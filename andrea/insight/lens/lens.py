@@ -89,7 +89,7 @@ def lens(config: LensConfig, device: torch.device) -> int:
             print("running the prompt again for each layer, position and head that is patched", flush=True)
             panels.append(patching_panel(model, measurements, against))
         if config.against_checkpoint is not None:
-            panels.append(beside(config, model, tokenizer, tokens, device))
+            panels.append(second_checkpoint_panel(config, model, tokenizer, tokens, device))
         page = LensPage(model, tokenizer, measurements, source_of(checkpoint, model, tokenizer), panels=panels)
         summary = write_page(out, page, chosen)
     print(at_words(summary))
@@ -136,7 +136,9 @@ def tokens_against(prompt: str, model: GPT, tokenizer: Tokenizer, tokens: list[i
     return against
 
 
-def beside(config: LensConfig, model: GPT, tokenizer: Tokenizer, tokens: list[int], device: torch.device) -> Panel:
+def second_checkpoint_panel(
+    config: LensConfig, model: GPT, tokenizer: Tokenizer, tokens: list[int], device: torch.device
+) -> Panel:
     """The panel of the second checkpoint. Raises UserError unless it has the same tokens and as many heads."""
     checkpoint, other, its_tokenizer = open_model(
         config.against_checkpoint, config.runs_dir, device, config.trust, print

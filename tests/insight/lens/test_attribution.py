@@ -81,7 +81,7 @@ def draw_biases_and_factors(model: GPT) -> None:
 def model_of(case: str, dtype: torch.dtype = torch.float32) -> GPT:
     model = make(*ALL[case])
     draw_biases_and_factors(model)
-    return model.to(dtype)
+    return merge(model).to(dtype)
 
 
 def prompt_of_two_documents() -> Tensor:
@@ -282,7 +282,7 @@ def test_path_patching_equals_a_forward_pass_with_one_input_changed(case: str) -
     if not any(word in case for word in ("additive", "cosine")):
         assert found.max() > 0.05
     whole = explained.layers[layer].written[0].transpose(0, 1)  # (T, H, D)
-    weight = merge(model).blocks[layer].attention.output_by_head
+    weight = model.blocks[layer].attention.output_by_head
     for kind in KINDS:
         for source in ((0, 3), (1, 0)):
             change = written_without(explained, source, layer, kind) - whole

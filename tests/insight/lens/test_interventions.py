@@ -13,7 +13,7 @@ from torch import Tensor
 
 from andrea.insight.lens import examples as examples_module
 from andrea.insight.lens.examples import strongest_examples
-from andrea.insight.lens.interventions import cache_of, patch_all, patch_heads, patch_mlp, patch_stream
+from andrea.insight.lens.interventions import cache_of, patch, patch_all
 from andrea.insight.lens.panels import map_distances
 from andrea.insight.lens.trace import LayerTrace, logit_lens, trace_layers
 from andrea.model.gpt import GPT
@@ -50,7 +50,7 @@ def runs(request) -> TwoRuns:
 
 def test_replacing_all_that_a_layer_reads_gives_the_second_texts_logits(runs: TwoRuns) -> None:
     for layer, (one, other) in enumerate(zip(runs.layers, runs.others, strict=True)):
-        close(patch_stream(runs.model, one, other, layer, runs.places(True)), runs.logits_against)
+        close(patch("stream", runs.model, one, other, layer, runs.places(True)), runs.logits_against)
     assert (runs.logits - runs.logits_against).abs().max() > 1e-3  # or the test could not fail
 
 
@@ -58,16 +58,16 @@ def test_replacing_nothing_gives_the_prompts_logits(runs: TwoRuns) -> None:
     nowhere = runs.places(False)
     of_heads = nowhere[:, None].expand(-1, runs.model.config.n_head, -1)
     for layer, (one, other) in enumerate(zip(runs.layers, runs.others, strict=True)):
-        for patch, places in ((patch_stream, nowhere), (patch_mlp, nowhere), (patch_heads, of_heads)):
-            close(patch(runs.model, one, other, layer, places), runs.logits)
+        for kind, places in (("stream", nowhere), ("mlp", nowhere), ("heads", of_heads)):
+            close(patch(kind, runs.model, one, other, layer, places), runs.logits)
 
 
 def test_the_outputs_of_a_layer_replaced_one_after_the_other_give_what_follows_it(runs: TwoRuns) -> None:
     """The prompt's last layer, with attention's and the MLP's output of the second text, on the second text's stream."""
     model, last = runs.model, len(runs.layers) - 1
     one, other = runs.layers[last], runs.others[last]
-    attention_only = patch_heads(
-        model, one, other, last, runs.places(True)[:, None].expand(-1, model.config.n_head, -1)
+    attention_only = patch(
+        "heads", model, one, other, last, runs.places(True)[:, None].expand(-1, model.config.n_head, -1)
     )
     by_hand = one.before + model.blocks[last].attention.output(model.blocks[last].attention.merged(other.written))
     block = model.blocks[last]
@@ -100,12 +100,12 @@ def test_all_parts_are_replaced_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     close(found["whole"], torch.cat((runs.logits, runs.logits_against))[:, compared])
     one, other, place = runs.layers[1], runs.others[1], runs.places(False)
     place[0, 16] = True
-    close(found["mlp"][1, 16], patch_mlp(model, one, other, 1, place)[0, compared])
+    close(found["mlp"][1, 16], patch("mlp", model, one, other, 1, place)[0, compared])
     heads = place[:, None].expand(-1, 5, -1)
-    close(found["attention"][1, 16], patch_heads(model, one, other, 1, heads)[0, compared])
+    close(found["attention"][1, 16], patch("heads", model, one, other, 1, heads)[0, compared])
     head = torch.zeros(1, 5, n_token, dtype=torch.bool)
     head[0, 3] = True
-    close(found["heads"][1, 3], patch_heads(model, one, other, 1, head)[0, compared])
+    close(found["heads"][1, 3], patch("heads", model, one, other, 1, head)[0, compared])
 
 
 def test_positions_before_the_first_replaced_one_need_not_be_computed_again(runs: TwoRuns) -> None:
@@ -113,8 +113,8 @@ def test_positions_before_the_first_replaced_one_need_not_be_computed_again(runs
     places = torch.eye(runs.tokens.shape[1], dtype=torch.bool)[[13, 14, 20]]
     of_heads = places[:, None].expand(-1, runs.model.config.n_head, -1)
     for layer, (one, other) in enumerate(zip(runs.layers, runs.others, strict=True)):
-        for patch, where in ((patch_stream, places), (patch_mlp, places), (patch_heads, of_heads)):
-            inputs = (runs.model, one, other, layer, where)
+        for kind, where in (("stream", places), ("mlp", places), ("heads", of_heads)):
+            inputs = (kind, runs.model, one, other, layer, where)
             close(patch(*inputs, prefix), patch(*inputs))
 
 

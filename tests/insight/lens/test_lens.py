@@ -18,6 +18,7 @@ from andrea.insight.lens import panels
 from andrea.insight.lens.lens import choose_heads, lens
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
+from andrea.model.lora import merge
 from andrea.text.shards import TokenStream
 
 
@@ -69,6 +70,21 @@ def test_arrays(tmp_path: Path) -> None:
     assert arrays["tokens"].tolist() == tokens[0].tolist()
     assert "".join(arrays["token_texts"]) == PROMPT
     assert arrays["prompt_induction"].shape == arrays["probe_induction"].shape == (3, 5)
+
+
+def test_a_model_with_low_rank_factors_is_shown_as_with_its_changed_matrices(tmp_path: Path) -> None:
+    """The page multiplies by matrices themselves, such as W_O of one head."""
+    model = make({"lora_rank": 2, "bias": True})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.fill_(0.3)
+    pages = []
+    for each, folder in ((model, tmp_path / "factors"), (merge(model), tmp_path / "merged")):
+        write(folder, each)
+        lens(run_of(folder), torch.device("cpu"))
+        pages.append((folder / "lens.html").read_text(encoding="utf-8").replace(str(folder), ""))
+    assert pages[0] == pages[1]
 
 
 def test_long_prompts_show_named_and_chosen_heads_in_full(tmp_path: Path, monkeypatch, capsys) -> None:
