@@ -7,7 +7,8 @@ in the stream, and a score is a sum over pairs (part of the query's stream, part
 
 One prompt: T tokens, H heads, G key/value heads, D = d_head, N width of a query or key from which a score is computed, P parts,
 K tokens that a convolution mixes (1 without), R = P K + 1 rows: what a query or key has from one part and one token. The last
-row is that of the biases. V vocabulary, C candidates for the next token. A model that was opened, or merged (model/lora.py), has no low-rank factors.
+row is that of the biases. V vocabulary, C candidates for the next token. A model that was opened, or merged (model/lora.py),
+has no low-rank factors.
 """
 
 from __future__ import annotations
