@@ -40,12 +40,13 @@ def ours(chosen: argparse.Namespace, n_text: int) -> float:
     from andrea.checkpoint.model import open_model
     from andrea.generation import Engine, Request, Sampling
     from andrea.generation.batching import Batch, BatchedText
+    from andrea.generation.session import BITS
 
     _, model, tokenizer = open_model(
         chosen.checkpoint, chosen.runs, torch.device("cpu"), False, report=lambda line: None
     )
     dtype = {"fp32": torch.float32}.get(chosen.precision, torch.bfloat16)
-    engine = Engine(model, tokenizer, dtype=dtype, int8=chosen.precision == "int8", in_place=True)
+    engine = Engine(model, tokenizer, dtype=dtype, bits=BITS.get(chosen.precision), in_place=True)
     batch = Batch(engine, n_text)
     for number, prompt in enumerate(prompts(n_text, tokenizer.n_vocab)):
         request = Request(PROMPT_TOKENS + ROUNDS * STEPS * 2, seed=number, sampling=Sampling(temperature=0))
@@ -98,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", help="a run of ours, e.g. of model=120m-qwen3")
     parser.add_argument("--runs", default="runs")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "int8"], default="bf16")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "int8", "int4"], default="bf16")
     parser.add_argument("--gguf", type=Path, help="the same model, exported with to=gguf")
     parser.add_argument("--threads", type=int, default=2)
     chosen = parser.parse_args()

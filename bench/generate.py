@@ -36,12 +36,13 @@ from common import (
 
 from andrea.generation import Engine, Request, Sampling
 from andrea.generation.packing import NativeLinear, has_native
+from andrea.generation.session import BITS
 from andrea.runtime.device import LargePages
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 READING = "memory read, in GB"
 PEERS = (*DTYPES, *(f"{kind}-static" for kind in DTYPES))  # static: a cache of fixed shapes, compiled where it can be
-BYTES = {"int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+BYTES = {"int4": 0.5625, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def main() -> None:
@@ -126,9 +127,9 @@ def prompt_of(n_token: int, chosen: argparse.Namespace) -> torch.Tensor:
 
 
 def andrea_writer(model: torch.nn.Module, kind: str, chosen) -> Callable[[int, int], int]:
-    dtype = torch.bfloat16 if kind == "int8" else DTYPES[kind]
+    dtype = DTYPES.get(kind, torch.bfloat16)
     tokenizer = NumberTokenizer(chosen.vocabulary)
-    engine = Engine(model, tokenizer, dtype=dtype, int8=kind == "int8", compiled=chosen.compiled)
+    engine = Engine(model, tokenizer, dtype=dtype, bits=BITS.get(kind), compiled=chosen.compiled)
 
     def write(n_prompt: int, n_new: int) -> int:
         request = Request(max_new_tokens=n_new, sampling=Sampling(temperature=0))

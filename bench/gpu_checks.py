@@ -96,7 +96,7 @@ def all_checks(small: bool) -> list[Check]:
         {"lookahead": 3},
         {"compiled": True},
         {"compiled": True, "lookahead": 3},
-        {"compiled": True, "int8": True},
+        {"compiled": True, "bits": 8},
     )
     generation = [
         Check("generation", "generation", str(how), lambda device, how=how: [generation_row(device, **how)])

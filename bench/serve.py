@@ -29,10 +29,11 @@ from andrea.checkpoint import write_checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import group_config, to_plain
 from andrea.generation import Engine, Request, Sampling
+from andrea.generation.session import BITS
 from andrea.text.tokenizer import RankTokenizer
 
 N_ALONE = 20  # requests, one after another, whose first token is compared with that under load
-PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "int8": "bfloat16"}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
 
 
 @dataclass
@@ -155,7 +156,7 @@ def compare(asked: list[Asked], chosen: argparse.Namespace, runs: Path) -> dict:
 
     _, model, tokenizer = open_model("random", str(runs), torch.device("cpu"), trust=False)
     dtype = getattr(torch, PRECISIONS[chosen.precision])
-    engine = Engine(model, tokenizer, dtype=dtype, int8=chosen.precision == "int8", in_place=True)
+    engine = Engine(model, tokenizer, dtype=dtype, bits=BITS.get(chosen.precision), in_place=True)
     kept = [each for each in asked if each.text is not None][: chosen.compared]
     equal = 0
     for each in kept:

@@ -305,8 +305,10 @@ def check_compare(config: schema.CompareConfig, path: str) -> None:
 
 
 def check_export(config: schema.ExportConfig, path: str) -> None:
-    if config.dtype == "q8_0" and config.to != "gguf":
-        raise UserError(f"dtype=q8_0 is a type of GGUF files, got to={config.to}; use f32, f16 or bf16, or set to=gguf")
+    if config.dtype in ("q8_0", "q4_0") and config.to != "gguf":
+        raise UserError(
+            f"dtype={config.dtype} is a type of GGUF files, got to={config.to}; use f32, f16 or bf16, or set to=gguf"
+        )
     if config.to == "peft" and config.dtype != "f32":
         raise UserError(f"dtype={config.dtype}: an adapter is small and is written in f32; leave dtype out")
     if config.hub is not None and not HUB_NAME.fullmatch(config.hub):

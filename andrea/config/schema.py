@@ -410,7 +410,7 @@ class SampleConfig:
     interactive: bool
     device: Device
     threads: Threads | Auto
-    precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8", "int4"]
     compile: Literal["on", "off"]
     trust: bool = False
     chat: bool = False
@@ -434,7 +434,7 @@ class ServeConfig:
     timeout_s: PositiveNumber
     device: Device
     threads: Threads | Auto
-    precision: Literal["auto", "bf16", "fp16", "fp32", "int8"]
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8", "int4"]
     trust: bool = False
 
 
@@ -450,7 +450,7 @@ class ExportConfig:
     runs_dir: PathText
     to: Literal["hf", "gguf", "peft"]
     out: PathText | None
-    dtype: Literal["f32", "f16", "bf16", "q8_0"]
+    dtype: Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
     text: PathText | None
     data_dir: PathText
     hub: str | None

@@ -4,7 +4,7 @@
 // computed with it. Activations are fp32 or bf16; bf16 is the upper half of the bits of an fp32. All sums are fp32 or exact
 // integers. The code is C++ with GCC's vector types, which the compiler maps to the processor's vectors; where a processor has
 // instructions that the compiler does not find, they are called by name. Tests compare these kernels with torch's linear and
-// rms_norm, `Int8Linear.readable` and MultiHeadAttention.forward.
+// rms_norm, `Int8Linear.readable`, `Int4Linear.readable` and MultiHeadAttention.forward.
 
 #include <algorithm>
 #include <cmath>
@@ -311,8 +311,159 @@ int64_t integer_dot(const int8_t* w, const Integers& row, int64_t n, int64_t sum
 }
 #endif
 
-// Weight (n_out, n_in) in type T. If scales (n_out) are given, the weight is in 8 bits, with the sums of its rows. bias is
-// (n_out) or null.
+// Weights in 4 bits. Groups of GROUP weights of a row share a scale: weight = (q - 8) · scale, q from 0 to 15. The rows are
+// kept in blocks of BLOCK, so that a vector holds numbers of LANES rows, whose sums need no addition across the vector:
+// weight (blocks, groups, 4, BLOCK, 4) in bytes, of which byte j of part i has q of column 8 i + j of the group in its lower
+// half, and of column 8 i + 4 + j in its upper half; scale (blocks, groups, BLOCK). Rows and columns beyond the matrix are 0.
+constexpr int64_t BLOCK = 16, GROUP = 32;
+using Ints = Vector<LANES, int32_t>::Of;
+using Quads = Vector<4 * LANES, uint8_t>::Of;  // four numbers of each of LANES rows
+
+int64_t groups(int64_t n_in) { return (n_in + GROUP - 1) / GROUP; }
+
+// A row of numbers in 8 bits: number = step of its group · byte. shift: -8 times the sum of the group's bytes.
+struct Bytes {
+    std::vector<int8_t> bytes;
+    std::vector<float> steps;
+    std::vector<int32_t> shifts;
+};
+
+// `in` holds the numbers of one group. A group with a number that is not finite has the step NaN.
+void in_bytes(const float* in, int8_t* bytes, float* step, int32_t* shift) {
+    constexpr float TO_INTEGER = 12582912;  // 1.5 · 2^23: after adding it, the last bits of a float are the nearest integer
+    Floats largest_of = {};
+    decltype(largest_of < 0) unequal = {};  // as in `in_integers`
+    for (int64_t k = 0; k < GROUP; k += LANES) {
+        const Floats v = vector(in + k), size = v < 0 ? -v : v;
+        largest_of = size > largest_of ? size : largest_of;
+        unequal |= v != v;
+    }
+    float largest = 0;
+    bool is_nan = false;
+    for (int64_t lane = 0; lane < LANES; ++lane) {
+        largest = std::max(largest, largest_of[lane]);
+        is_nan |= unequal[lane] != 0;
+    }
+    *step = is_nan || !std::isfinite(largest) ? NAN : largest / 127;
+    const float in_steps = largest > 1e-35f ? 127 / largest : 0;  // the inverse of a smaller number is not finite
+    Ints sums = {};
+    for (int64_t k = 0; k < GROUP; k += LANES) {
+        const Ints whole = Ints(vector(in + k) * in_steps + TO_INTEGER) << 24 >> 24;
+        const auto narrow = __builtin_convertvector(whole, Vector<LANES, int8_t>::Of);
+        std::memcpy(bytes + k, &narrow, sizeof narrow);
+        sums += whole;
+    }
+    *shift = 0;
+    for (int64_t lane = 0; lane < LANES; ++lane) *shift -= 8 * sums[lane];
+}
+
+template <typename T>
+Bytes in_bytes(const T* x, int64_t n) {
+    const int64_t n_group = groups(n);
+    Bytes row{std::vector<int8_t>(n_group * GROUP), std::vector<float>(n_group), std::vector<int32_t>(n_group)};
+    for (int64_t g = 0; g < n_group; ++g) {
+        float group[GROUP] = {};
+        for (int64_t k = 0; k < std::min(GROUP, n - g * GROUP); ++k) group[k] = number(x[g * GROUP + k]);
+        in_bytes(group, &row.bytes[g * GROUP], &row.steps[g], &row.shifts[g]);
+    }
+    return row;
+}
+
+// Sums of products with a group. `add` adds to each lane those of its eight q in `packed` and x; `whole` gives the sums.
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD)
+using QuadSums = Ints;  // with an instruction that adds up four products of bytes in each lane
+
+QuadSums add_four(QuadSums sums, Quads q, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+#if defined(__AVX512VNNI__)
+    return QuadSums(_mm512_dpbusd_epi32(__m512i(sums), __m512i(q), _mm512_set1_epi32(four)));
+#elif defined(__AVXVNNI__)
+    return QuadSums(_mm256_dpbusd_avx_epi32(__m256i(sums), __m256i(q), _mm256_set1_epi32(four)));
+#else
+    return QuadSums(vdotq_s32(int32x4_t(sums), int8x16_t(q), vreinterpretq_s8_s32(vdupq_n_s32(four))));
+#endif
+}
+QuadSums add(QuadSums sums, Quads packed, const int8_t* x) {
+    return add_four(add_four(sums, packed & 15, x), packed >> 4, x + 4);
+}
+Ints whole(QuadSums sums) { return sums; }
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+using QuadSums = Vector<2 * LANES, int16_t>::Of;  // two sums in each lane, each of 16 products of at most 15 · 127: they fit
+
+QuadSums add_pairs(QuadSums sums, Quads q, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const Ints in_each = Ints{} + four;
+#ifdef __AVX512BW__
+    return sums + QuadSums(_mm512_maddubs_epi16(__m512i(q), __m512i(in_each)));
+#else
+    return sums + QuadSums(_mm256_maddubs_epi16(__m256i(q), __m256i(in_each)));
+#endif
+}
+QuadSums add(QuadSums sums, Quads packed, const int8_t* x) {
+    return add_pairs(add_pairs(sums, packed & 15, x), packed >> 4, x + 4);
+}
+Ints whole(QuadSums sums) {
+#ifdef __AVX512BW__
+    return Ints(_mm512_madd_epi16(__m512i(sums), _mm512_set1_epi16(1)));
+#else
+    return Ints(_mm256_madd_epi16(__m256i(sums), _mm256_set1_epi16(1)));
+#endif
+}
+#else
+using QuadSums = Ints;
+
+QuadSums add(QuadSums sums, Quads packed, const int8_t* x) {
+    for (int64_t lane = 0; lane < LANES; ++lane)
+        for (int64_t j = 0; j < 4; ++j)
+            sums[lane] += int32_t(packed[4 * lane + j] & 15) * x[j] + int32_t(packed[4 * lane + j] >> 4) * x[4 + j];
+    return sums;
+}
+Ints whole(QuadSums sums) { return sums; }
+#endif
+
+// The compiler may not change the order of the product or sum that v is part of: rows in a tile must equal rows by themselves.
+void keep_order(Floats& v) {
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#elif defined(__ARM_NEON)
+    asm("" : "+w"(v));
+#else
+    asm("" : "+m"(v));
+#endif
+}
+
+// The products of a block of weight rows with R rows of x: that of weight row o and row r is values[r * BLOCK + o].
+template <int64_t R>
+void block_products(const uint8_t* weight, const BF16* scale, const Bytes* const* x, int64_t n_group, float* values) {
+    constexpr int64_t N = BLOCK / LANES;
+    Floats totals[R][N] = {};
+    for (int64_t g = 0; g < n_group; ++g, weight += GROUP / 2 * BLOCK, scale += BLOCK) {
+        QuadSums sums[R][N] = {};
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < GROUP / 8; ++i)
+#pragma GCC unroll 4
+            for (int64_t v = 0; v < N; ++v) {
+                Quads packed;
+                std::memcpy(&packed, weight + 4 * (i * BLOCK + v * LANES), sizeof packed);
+#pragma GCC unroll 4
+                for (int64_t r = 0; r < R; ++r) sums[r][v] = add(sums[r][v], packed, &x[r]->bytes[g * GROUP + 8 * i]);
+            }
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < N; ++v)
+#pragma GCC unroll 4
+            for (int64_t r = 0; r < R; ++r) {
+                Floats step = vector(scale + v * LANES) * x[r]->steps[g];
+                keep_order(step);
+                totals[r][v] += __builtin_convertvector(whole(sums[r][v]) + x[r]->shifts[g], Floats) * step;
+            }
+    }
+    std::memcpy(values, totals, sizeof totals);
+}
+
+// Weight (n_out, n_in) in type T. If scales (n_out) are given, the weight is in 8 bits, with the sums of its rows; if scales of
+// groups, in 4 bits. bias is (n_out) or null.
 template <typename T>
 struct Matrix {
     const void* weight;
@@ -320,6 +471,7 @@ struct Matrix {
     const int32_t* sums;
     const T* bias;
     int64_t n_in, n_out;
+    const BF16* group_scale;
 };
 
 // Input rows in the form that the matrix needs. numbers: (n_row, n_in), which are x itself if it has this form.
@@ -328,6 +480,7 @@ struct Rows {
     const Factor<T>* numbers;
     std::vector<Factor<T>> copy;
     std::vector<Integers> integers;
+    std::vector<Bytes> bytes;
 };
 
 // Of few rows, every thread of the team makes its own form, because waiting for a shared one would take longer.
@@ -335,15 +488,18 @@ template <typename T>
 const Rows<T>& rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row, Rows<T>& own, Rows<T>& shared) {
     const int64_t n_in = matrix.n_in;
     if constexpr (std::is_same_v<T, Factor<T>>) own.numbers = x;
-    if (!matrix.scale && std::is_same_v<T, Factor<T>>) return own;
+    const bool is_whole = !matrix.scale && !matrix.group_scale;
+    if (is_whole && std::is_same_v<T, Factor<T>>) return own;
     Rows<T>& rows = n_row > TILE ? shared : own;
     const auto enlarge = [&] {
-        rows.copy.resize(matrix.scale ? 0 : n_row * n_in);
+        rows.copy.resize(is_whole ? n_row * n_in : 0);
         rows.integers.resize(matrix.scale ? n_row : 0);
+        rows.bytes.resize(matrix.group_scale ? n_row : 0);
         if constexpr (!std::is_same_v<T, Factor<T>>) rows.numbers = rows.copy.data();
     };
     const auto form = [&](int64_t m) {
         if (matrix.scale) rows.integers[m] = in_integers(x + m * n_in, n_in);
+        else if (matrix.group_scale) rows.bytes[m] = in_bytes(x + m * n_in, n_in);
         else
             for (int64_t k = m * n_in; k < (m + 1) * n_in; ++k) store(&rows.copy[k], number(x[k]));
     };
@@ -449,17 +605,45 @@ constexpr int64_t OUTPUTS = 1;
 
 constexpr int64_t IN_CACHE = 16;  // outputs whose weights stay in a core's cache while one tile of rows after another reads them
 
-// A tile of a product: rows m .. m + n_row-1 and outputs n .. n + n_out-1. If n_part is not 0, the weights of the next IN_CACHE
-// outputs, from `next` on, are fetched in n_part parts, of which this tile fetches number `part`; its own are in the cache.
+// A tile of a product: rows m .. m + n_row-1 and outputs n .. n + n_out-1, of at most `width`. If n_part is not 0, the weights
+// of the next IN_CACHE outputs, from `next` on, are fetched in n_part parts, of which this tile fetches number `part`; its own
+// are in the cache.
 struct Tile {
-    int64_t m, n_row, n, n_out, next, part, n_part;
+    int64_t m, n_row, n, n_out, width, next, part, n_part;
 };
 
-// Entry o of row r of a tile is values[r * OUTPUTS + o].
+constexpr int64_t WIDEST = std::max(BLOCK, OUTPUTS);
+
+template <typename T>
+void add_bias(const Matrix<T>& matrix, const Tile& tile, float* values) {
+    if (matrix.bias)
+        for (int64_t r = 0; r < tile.n_row; ++r)
+            for (int64_t o = 0; o < tile.n_out; ++o) values[r * tile.width + o] += number(matrix.bias[tile.n + o]);
+}
+
+// `products` with weights in 4 bits.
+template <typename T>
+void products_of_blocks(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, float* values) {
+    const int64_t n_group = groups(matrix.n_in), before = tile.n / BLOCK * n_group;
+    const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight) + before * GROUP / 2 * BLOCK;
+    const BF16* scale = matrix.group_scale + before * BLOCK;
+    const Bytes* x[TILE];
+    for (int64_t r = 0; r < TILE; ++r) x[r] = &rows.bytes[tile.m + std::min(r, tile.n_row - 1)];
+    if (tile.n_row == 1) block_products<1>(weight, scale, x, n_group, values);
+    else if (tile.n_row == 2) block_products<2>(weight, scale, x, n_group, values);
+    else block_products<TILE>(weight, scale, x, n_group, values);
+}
+
+// Entry o of row r of a tile is values[r * width + o].
 template <typename T>
 void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, float* values) {
-    const auto [m, n_row, n, n_out, next, part, n_part] = tile;
+    const auto [m, n_row, n, n_out, width, next, part, n_part] = tile;
     const int64_t n_in = matrix.n_in;
+    if (matrix.group_scale) {
+        products_of_blocks(matrix, rows, tile, values);
+        add_bias(matrix, tile, values);
+        return;
+    }
 #ifdef __AVX512VNNI__
     const int64_t n_byte = n_in * (matrix.scale ? 1 : sizeof(T));
     const char *w[OUTPUTS], *x[TILE];  // what is beyond n_out and n_row repeats the last one, and is not read
@@ -522,22 +706,21 @@ void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, fl
                 for (int64_t r = 0; r < n_row; ++r) values[r * OUTPUTS + o] = totals[r];
             }
     }
-    if (matrix.bias)
-        for (int64_t r = 0; r < n_row; ++r)
-            for (int64_t o = 0; o < n_out; ++o) values[r * OUTPUTS + o] += number(matrix.bias[n + o]);
+    add_bias(matrix, tile, values);
 }
 
 // Calls work(tile) for every tile. Each thread of the team takes its share of the outputs and then waits for the others.
-template <typename Work>
-void by_tiles(int64_t n_row, int64_t n_out, const Work& work) {
+template <typename T, typename Work>
+void by_tiles(const Matrix<T>& matrix, int64_t n_row, const Work& work) {
     const bool fetches = n_row > 2;  // fewer rows take less time than their weights take to arrive
-    const int64_t block = fetches ? IN_CACHE : OUTPUTS, n_turn = (n_row + TILE - 1) / TILE, in_turn = block / OUTPUTS;
+    const int64_t n_out = matrix.n_out, width = matrix.group_scale ? BLOCK : OUTPUTS;
+    const int64_t block = fetches ? IN_CACHE : width, n_turn = (n_row + TILE - 1) / TILE, in_turn = block / width;
 #pragma omp for schedule(static)
     for (int64_t start = 0; start < n_out; start += block)
         for (int64_t turn = 0; turn < n_turn; ++turn)
-            for (int64_t i = 0; i < in_turn && start + i * OUTPUTS < n_out; ++i) {
-                const int64_t m = turn * TILE, n = start + i * OUTPUTS;
-                const Tile tile{m, std::min(TILE, n_row - m), n, std::min(OUTPUTS, n_out - n),
+            for (int64_t i = 0; i < in_turn && start + i * width < n_out; ++i) {
+                const int64_t m = turn * TILE, n = start + i * width;
+                const Tile tile{m, std::min(TILE, n_row - m), n, std::min(width, n_out - n), width,
                                 start + block, turn * in_turn + i, fetches ? n_turn * in_turn : 0};
                 work(tile);
             }
@@ -549,19 +732,21 @@ template <typename T>
 void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, Rows<T>& shared, bool added = false) {
     Rows<T> own;
     const Rows<T>& rows = rows_for(matrix, x, n_row, own, shared);
-    by_tiles(n_row, matrix.n_out, [&](const Tile& tile) {
-        float values[TILE * OUTPUTS];
+    by_tiles(matrix, n_row, [&](const Tile& tile) {
+        float values[TILE * WIDEST];
         products(matrix, rows, tile, values);
         for (int64_t r = 0; r < tile.n_row; ++r) {
             T* place = y + (tile.m + r) * matrix.n_out + tile.n;
-            if (OUTPUTS > 1 && tile.n_out == OUTPUTS) {
-                const auto value = numbers<OUTPUTS>(values + r * OUTPUTS);
-                store<OUTPUTS>(place, added ? numbers<OUTPUTS>(place) + rounded<T, OUTPUTS>(value) : value);
-            } else
-                for (int64_t o = 0; o < tile.n_out; ++o) {
-                    const float value = values[r * OUTPUTS + o];
-                    store(place + o, added ? number(place[o]) + rounded<T>(value) : value);
+            int64_t o = 0;
+            if (OUTPUTS > 1)
+                for (; o + OUTPUTS <= tile.n_out; o += OUTPUTS) {
+                    const auto value = numbers<OUTPUTS>(values + r * tile.width + o);
+                    store<OUTPUTS>(place + o, added ? numbers<OUTPUTS>(place + o) + rounded<T, OUTPUTS>(value) : value);
                 }
+            for (; o < tile.n_out; ++o) {
+                const float value = values[r * tile.width + o];
+                store(place + o, added ? number(place[o]) + rounded<T>(value) : value);
+            }
         }
     });
 }
@@ -700,12 +885,12 @@ void gate_heads_by_team(
     Rows<T> own;
     const Rows<T>& rows = rows_for(gate, x, n_row, own, shared);
     const int64_t n_channel = d_attended / gate.n_out;
-    by_tiles(n_row, gate.n_out, [&](const Tile& tile) {
-        float logits[TILE * OUTPUTS];
+    by_tiles(gate, n_row, [&](const Tile& tile) {
+        float logits[TILE * WIDEST];
         products(gate, rows, tile, logits);
         for (int64_t r = 0; r < tile.n_row; ++r)
             for (int64_t o = 0; o < tile.n_out; ++o) {
-                const float logit = rounded<T>(logits[r * OUTPUTS + o]), open = 2 * rounded<T>(1 / (1 + std::exp(-logit)));
+                const float logit = rounded<T>(logits[r * tile.width + o]), open = 2 * rounded<T>(1 / (1 + std::exp(-logit)));
                 T* z = retrieved + (tile.m + r) * d_attended + (tile.n + o) * n_channel;
                 for (int64_t k = 0; k < n_channel; ++k) store(z + k, number(z[k]) * open);
             }
@@ -814,13 +999,13 @@ void decode(
             linear_by_team(layer.output, retrieved.data(), x, n_row, shared, true);
             if (!shape.parallel_residual) norm_for_mlp();
             const Rows<T>& rows = rows_for(layer.up, mlp_normed, n_row, own, shared);
-            by_tiles(n_row, shape.d_mlp, [&](const Tile& tile) {
-                float gates[TILE * OUTPUTS] = {}, ups[TILE * OUTPUTS];
+            by_tiles(layer.up, n_row, [&](const Tile& tile) {
+                float gates[TILE * WIDEST] = {}, ups[TILE * WIDEST];
                 if (shape.activation == SWIGLU) products(layer.gate, rows, tile, gates);
                 products(layer.up, rows, tile, ups);
                 for (int64_t r = 0; r < tile.n_row; ++r)
                     for (int64_t o = 0; o < tile.n_out; ++o) {
-                        const int64_t i = r * OUTPUTS + o;
+                        const int64_t i = r * tile.width + o;
                         const float value = activated<T>(shape.activation, rounded<T>(ups[i]), rounded<T>(gates[i]));
                         store(wide.data() + (tile.m + r) * shape.d_mlp + tile.n + o, value);
                     }

@@ -280,7 +280,7 @@ class Engine:
     dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type. The
     copy is packed for fast decoding if a packed form exists for the device (packing.py).
     in_place: convert the model itself instead of a copy; the caller must not use it afterwards. Saves the copy's memory.
-    int8: store the matrices of the copy in 8 bits. The embedding and all activations keep the type `dtype`.
+    bits: 8 or 4 to store the matrices of the copy in so many bits. The embedding and all activations keep the type `dtype`.
     compiled: run the decoding step through torch.compile. The start is slower, but on a GPU each token is faster. On a
     GPU the decoding step of a copy is recorded as a CUDA graph, compiled or not.
     """
@@ -291,7 +291,7 @@ class Engine:
         tokenizer: Tokenizer,
         *,
         dtype: torch.dtype | None = None,
-        int8: bool = False,
+        bits: int | None = None,
         compiled: bool = False,
         in_place: bool = False,
     ) -> None:
@@ -307,10 +307,12 @@ class Engine:
         self.step = compile_graph(step) if compiled else step
         if self.device.type == "cuda" and dtype is not None:  # graphs would take memory from training
             self.step = GraphedStep(self.step)
-        self.numbers = str(dtype).removeprefix("torch.") + " with matrices in int8" * int8  # for people
+        self.numbers = str(dtype).removeprefix("torch.") + (
+            f" with matrices in int{bits}" if bits else ""
+        )  # for people
         self.idle: dict[tuple, Window] = {}  # the window of the last texts, by shape, for reuse
         if dtype is not None:
-            self.model = pack(self.model, int8, compiled)
+            self.model = pack(self.model, bits, compiled)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's tokens. end_of_text is put first, as before every document, unless the prompt fills the window.

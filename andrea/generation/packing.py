@@ -3,7 +3,7 @@
 Each decoding step uses every weight once, so its time is the time to read the weights from memory. On a CPU our own
 kernels (decode.cpp) read bf16 matrices about twice as fast as torch does. They read int8 matrices at the same
 number of bytes per second, so a product takes half as long. Without a compiler, weights in oneDNN's layout still save a
-conversion at every call. bench/generate.py measures these speeds.
+conversion at every call. In 4 bits, a weight takes 0.56 bytes with its share of a scale. bench/generate.py measures these speeds.
 
 B texts, T new tokens, H query heads, G key/value heads, D = d_head.
 """
@@ -52,6 +52,7 @@ ACTIVATIONS = ("gelu", "relu2", "swiglu", "gelu_exact")  # in the order of `Acti
 class Matrix(ctypes.Structure):
     _fields_ = [(name, POINTER) for name in ("weight", "scale", "sums", "bias")]
     _fields_ += [(name, COUNT) for name in ("n_in", "n_out")]
+    _fields_ += [("group_scale", POINTER)]
 
 
 class Shape(ctypes.Structure):
@@ -104,7 +105,7 @@ def function(name: str, dtype: torch.dtype) -> Callable[..., None]:
 
 
 # -------------------------------------------------------------------------------------------------------- linear layers
-# With packed weights in bf16, fp32 or int8, for our kernels or for oneDNN. Weights are (d_out, d_in), biases (d_out,),
+# With packed weights in bf16, fp32, int8 or int4, for our kernels or for oneDNN. Weights are (d_out, d_in), biases (d_out,),
 # inputs (..., d_in).
 
 # The longest row for the int8 kernel: a sum of this many products of a byte and an int8 fits 32 bits.
@@ -247,6 +248,97 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight.float()
     scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+GROUP, BLOCK = (
+    32,
+    16,
+)  # in 4 bits: weights of a row that share a scale, and rows that are kept together, as in decode.cpp
+
+
+class Int4Linear(nn.Module):
+    """nn.Linear without gradients, with 4-bit weights: weight ≈ integer · scale of its group, for our kernel alone.
+
+    The kernel rounds each group of x to 8-bit integers, a 127th of the group's largest number apart. It serves any number
+    of rows: its products are faster than torch's in bf16.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, pages: LargePages | None = None) -> None:
+        super().__init__()
+        integers, scale = quantised_in_4_bits(weight.detach())
+        self.weight, self.scale = in_blocks(integers, scale)
+        if pages is not None:
+            self.weight, self.scale = pages.place(self.weight), pages.place(self.scale)
+        self.bias = None if bias is None else bias.detach()
+        self.dtype = weight.dtype  # type of inputs and outputs
+        self.n_out, self.n_in = weight.shape
+        self.n_skipped = 0  # rows of the first block before this layer's own
+        self.kernel = function("linear", weight.dtype)
+        self.matrix = self.descriptor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == self.n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.n_in)
+        return self.by_kernel(x)
+
+    def by_kernel(self, x: Tensor) -> Tensor:
+        """`forward`. It computes a row the same way whatever the other rows are."""
+        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], self.n_skipped + self.n_out)
+        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), x.numel() // self.n_in)
+        return y[..., self.n_skipped :]
+
+    def descriptor(self) -> Matrix:
+        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
+        return Matrix(
+            weight=address(self.weight),
+            group_scale=address(self.scale),
+            bias=address(self.bias),
+            n_in=self.n_in,
+            n_out=self.n_skipped + self.n_out,
+        )
+
+    def rows(self, start: int, stop: int) -> Int4Linear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        part = copy.copy(self)
+        blocks = slice(start // BLOCK, -(-stop // BLOCK))
+        part.weight, part.scale = self.weight[blocks], self.scale[blocks]
+        part.n_skipped, part.n_out = start % BLOCK, stop - start
+        if self.bias is not None:
+            part.bias = functional.pad(self.bias[start:stop], (part.n_skipped, 0))
+        part.matrix = part.descriptor()
+        return part
+
+    def readable(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias[self.n_skipped :]
+        return linear(x, self.dequantised().to(x.dtype), bias)
+
+    def dequantised(self) -> Tensor:
+        """The weights that the kernel uses, (d_out, d_in) fp32."""
+        halves = torch.stack([self.weight & 15, self.weight >> 4], dim=3)  # (blocks, groups, 4, 2, BLOCK, 4)
+        integers = halves.permute(0, 4, 1, 2, 3, 5).flatten(2, 5) - 8.0  # (blocks, BLOCK, columns)
+        scale = self.scale.float().mT.repeat_interleave(GROUP, dim=2)
+        return (integers * scale).flatten(0, 1)[self.n_skipped :][: self.n_out, : self.n_in]
+
+
+def quantised_in_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight (d_out, d_in) -> integers -8 .. 7, (d_out, n · GROUP) int8, and scales (d_out, n) bf16. New columns are 0.
+
+    The number of a group that is largest in size becomes -8, whatever its sign, so that all sixteen integers serve (ggml's
+    q4_0). Better scales, found by search or from what the layers read (GPTQ), gain little: bench/README.md.
+    """
+    weight = functional.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    largest = weight.gather(2, weight.abs().argmax(2, keepdim=True))  # (d_out, n, 1)
+    scale = (largest / -8).bfloat16()
+    steps = weight / torch.where(scale == 0, 1, scale.float())
+    return steps.round().clamp(-8, 7).to(torch.int8).flatten(1), scale[..., 0]
+
+
+def in_blocks(integers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The layout of decode.cpp: (blocks, groups, 4, BLOCK, 4) uint8, each two integers plus 8, and (blocks, groups, BLOCK)."""
+    n_new = -len(integers) % BLOCK
+    q = functional.pad(integers + 8, (0, 0, 0, n_new), value=8).to(torch.uint8)
+    q = q.view(-1, BLOCK, scale.shape[1], 4, 2, 4).permute(0, 2, 3, 4, 1, 5)  # (blocks, groups, 4, 2, BLOCK, 4)
+    weight = (q[:, :, :, 0] | q[:, :, :, 1] << 4).contiguous()
+    return weight, functional.pad(scale, (0, 0, 0, n_new)).view(-1, BLOCK, scale.shape[1]).mT.contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -411,7 +503,7 @@ class NativeBlocks:
     @staticmethod
     def serves(model: GPT) -> bool:
         """Whether the kernel computes every part of this packed model."""
-        linears = [module for module in model.modules() if isinstance(module, (NativeLinear, Int8Linear))]
+        linears = [module for module in model.modules() if isinstance(module, (NativeLinear, Int8Linear, Int4Linear))]
         norms = [model.final_norm, *(norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm))]
         return (
             all(isinstance(block.attention, NativeAttention) for block in model.blocks)
@@ -495,13 +587,18 @@ def addresses_of_texts(kept: Tensor) -> list[int]:
 
 
 class PackedGPT:
-    """The part of GPT that decoding uses. The constructor modifies `model`: it replaces all matrices by packed ones."""
+    """The part of GPT that decoding uses. The constructor modifies `model`: it replaces all matrices by packed ones.
 
-    def __init__(self, model: GPT, int8: bool, native: bool) -> None:
-        pages = LargePages(bytes_of_matrices(model, int8)) if native else None
+    bits: 8 or 4, of each weight of a matrix, or None for the model's own type.
+    """
+
+    def __init__(self, model: GPT, bits: int | None, native: bool) -> None:
+        pages = LargePages(bytes_of_matrices(model, bits)) if native else None
         make_linear: MakeLinear = functools.partial(NativeLinear, pages=pages) if native else OneDNNLinear
-        if int8:
+        if bits == 8:
             make_linear = functools.partial(Int8Linear, native=native, pages=pages)
+        elif bits == 4:
+            make_linear = functools.partial(Int4Linear, pages=pages)
         self.head = make_linear(model.head_weight, None)
         if model.head is None and isinstance(self.head, NativeLinear):
             # A tied head and the embedding still share their memory.
@@ -544,23 +641,24 @@ class PackedGPT:
         return logits if self.config.logit_softcap is None else softcap(logits, self.config.logit_softcap)
 
 
-def pack(model: GPT, int8: bool, compiled: bool) -> GPT | PackedGPT:
+def pack(model: GPT, bits: int | None, compiled: bool) -> GPT | PackedGPT:
     """The model in its fastest form for decoding; the model itself if no packed form exists.
 
-    compiled: whether torch.compile generates the kernels. In this case int8 is the only packed form.
-    Raises UserError for int8 if the model has a class of the user's own.
+    bits: as in `PackedGPT`; 4 needs our kernels. compiled: whether torch.compile generates the kernels. In this case 8 bits
+    are the only packed form. Raises UserError for 8 or 4 bits if the model has a class of the user's own.
     """
     weight = model.embedding.weight
     if not is_built_in(model):
-        if int8:
+        if bits:
             raise UserError(
-                "precision=int8 serves only the built-in MLPs and compatibility functions, and this model has one of your "
+                f"precision=int{bits} serves only the built-in MLPs and compatibility functions, and this model has one of your "
                 "own; use precision=bf16"
             )
         return model
     native = not compiled and has_native(weight)
-    if int8 or native or (not compiled and has_onednn(weight)):
-        return PackedGPT(model, int8, native)
+    assert bits != 4 or native, (compiled, weight.device)
+    if bits or native or (not compiled and has_onednn(weight)):
+        return PackedGPT(model, bits, native)
     if one_product_is_faster(weight):
         for block in model.blocks:
             if all(map(is_plain, (block.attention.query, block.attention.key, block.attention.value))):
@@ -574,11 +672,19 @@ def is_built_in(model: GPT) -> bool:
     return type(block.mlp) in (MLP, SwiGLU) and type(block.attention.compatibility) in BUILT_IN.values()
 
 
-def bytes_of_matrices(model: GPT, int8: bool) -> int:
+def bytes_of_matrices(model: GPT, bits: int | None) -> int:
     """The number of bytes of all packed matrices, including the head's."""
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     weights += [model.head_weight] if model.head is None else []
-    return sum(LargePages.aligned_bytes(weight.numel() if int8 else weight.nbytes) for weight in weights)
+    return sum(LargePages.aligned_bytes(n_byte) for weight in weights for n_byte in bytes_of(weight, bits))
+
+
+def bytes_of(weight: Tensor, bits: int | None) -> list[int]:
+    """The number of bytes of each tensor that keeps this matrix (d_out, d_in) in the packed model's large pages."""
+    if bits == 4:
+        n_group = -(-len(weight) // BLOCK) * BLOCK * -(-weight.shape[1] // GROUP)
+        return [n_group * GROUP // 2, n_group * 2]
+    return [weight.numel() if bits == 8 else weight.nbytes]
 
 
 def replace_parts(module: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:

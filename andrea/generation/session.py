@@ -28,6 +28,7 @@ from andrea.runtime.native import REASONS
 from andrea.runtime.streams import at_words, raise_output_failure, tell, write
 from andrea.text.tokenizer import Tokenizer
 
+BITS = {"int8": 8, "int4": 4}  # of each weight of a matrix, by the key precision
 PROMPT = "prompt> "  # of an interactive session
 
 
@@ -76,28 +77,31 @@ def make_engine(
     """
     dtype = decoding_dtype(precision, model)
     check_device_offers(precision, compile_, model.embedding.weight.device)
-    is_int8, is_compiled = precision == "int8", compile_ == "on"
-    return Engine(model, tokenizer, dtype=dtype, int8=is_int8, compiled=is_compiled, in_place=in_place)
+    bits = BITS.get(precision)
+    return Engine(model, tokenizer, dtype=dtype, bits=bits, compiled=compile_ == "on", in_place=in_place)
 
 
 def decoding_dtype(requested: str, model: GPT) -> torch.dtype:
     """The type of the weights for generating text with precision=`requested`.
 
     `auto` is bf16 on every CPU for which our kernels are compiled: they read half the bytes of fp32, also where the
-    processor has no bf16 products. With int8, it is the type of all that is no matrix. Raises UserError.
+    processor has no bf16 products. With int8 and int4, it is the type of all that is no matrix. Raises UserError.
     """
     device = model.embedding.weight.device
     if requested == "auto" and device.type == "cpu" and library() is not None and is_built_in(model):
         return torch.bfloat16
-    return WEIGHT_DTYPE[choose_precision("auto" if requested == "int8" else requested, device).value]
+    return WEIGHT_DTYPE[choose_precision("auto" if requested in BITS else requested, device).value]
 
 
 def check_device_offers(precision: str, compile_: str, device: torch.device) -> None:
-    """Raise UserError if precision=int8 or compile=on is impossible or useless on this device."""
-    if precision == "int8" and device.type == "cpu" and library() is None:
+    """Raise UserError if precision=int8, precision=int4 or compile=on is impossible or useless on this device."""
+    if precision in BITS and device.type == "cpu" and library() is None:
         raise UserError(
-            f"precision=int8 needs our C++ kernel on a CPU, and there is none: {REASONS[SOURCE]}; or use precision=bf16"
+            f"precision={precision} needs our C++ kernel on a CPU, and there is none: {REASONS[SOURCE]}; or use "
+            f"precision=bf16"
         )
+    if precision == "int4" and device.type != "cpu":
+        raise UserError(f"precision=int4 is for a CPU, got device={device}; use precision=bf16, or device=cpu")
     if precision == "int8" and device.type != "cpu" and compile_ == "off":
         raise UserError(
             f"precision=int8 is not faster on {device} without compile=on; add compile=on, or use precision=bf16"

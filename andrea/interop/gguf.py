@@ -103,7 +103,8 @@ def weights_for(trained: Trained, architecture: Architecture) -> dict[str, Tenso
 
 # ------------------------------------------------------------------------------------------------------------- the file
 
-BLOCK = 32  # numbers that share a factor in q8_0
+BLOCK = 32  # numbers that share a factor in IN_BLOCKS
+IN_BLOCKS = ("q8_0", "q4_0")
 
 
 def check_file(trained: Trained, dtype: str) -> None:
@@ -118,8 +119,8 @@ def check_file(trained: Trained, dtype: str) -> None:
     odd = [f"model.{key}={n}" for key in ("d_model", "d_mlp") if (n := getattr(model, key)) % BLOCK]
     if model.d_head is not None and model.d_attended % BLOCK:
         odd.append(f"model.n_head={model.n_head} times model.d_head={model.d_head}")
-    if dtype == "q8_0" and odd:
-        raise UserError(f"dtype=q8_0 needs multiples of {BLOCK}, got {', '.join(odd)}; export with dtype=f16")
+    if dtype in IN_BLOCKS and odd:
+        raise UserError(f"dtype={dtype} needs multiples of {BLOCK}, got {', '.join(odd)}; export with dtype=f16")
 
 
 def kind_of(gguf: Any, name: str, n_dimension: int, dtype: str) -> Any:
@@ -233,7 +234,7 @@ class LlamaCpp(OtherProgram):
 
 # Tolerances as shares of the largest logit, about five times what was measured: llama.cpp rounds activations too.
 GELU = 1e-3  # llama.cpp's is a table of fp16 numbers
-ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2}
+ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2, "q4_0": 3e-2}
 LEAST = 1e-4
 
 USAGE = """\
@@ -260,7 +261,7 @@ class Gguf(Target):
     least = LEAST
 
     def __init__(self, trained: Trained, dtype: str) -> None:
-        """dtype: f32, f16, bf16 or q8_0, of the matrices; vectors and learned positions stay fp32.
+        """dtype: f32, f16, bf16, q8_0 or q4_0, of the matrices; vectors and learned positions stay fp32.
 
         Raises UserError for a model, a tokenizer or a type that the file cannot hold, and without the package gguf.
         """

@@ -95,7 +95,7 @@ Doubles attend_twin(
 
 template <typename T>
 Matrix<T> matrix_of(const std::vector<T>& weight, int64_t n_in, int64_t n_out) {
-    return {weight.data(), nullptr, nullptr, nullptr, n_in, n_out};
+    return {weight.data(), nullptr, nullptr, nullptr, n_in, n_out, nullptr};
 }
 
 template <typename T>
@@ -118,15 +118,35 @@ void check_product(int64_t n_row, int64_t n_in, int64_t n_out, void (*linear)(co
     const Matrix<T> int8{bytes.data(), scale.data(), sums.data(), nullptr, n_in, n_out};
     linear(&int8, x.data(), y.data(), n_row);
     const Doubles twin = product_twin(kept, exact(x), {}, n_row, n_in, n_out);
-    const double half_step = 4.5 / 32767 / 2;  // of x, none of which is larger; its sum over a row is in units of the result
-    Doubles ours = exact(y);
-    for (size_t k = 0; k < ours.size(); ++k) {
-        double reach = 0;
-        for (int64_t i = 0; i < n_in; ++i) reach += half_step * std::fabs(kept[k % n_out * n_in + i]);
-        const double inside = std::min(std::fabs(ours[k] - twin[k]), reach);
-        store(&y[k], float(ours[k] + (ours[k] < twin[k] ? inside : -inside)));  // without what rounding x may do
-    }
+    const auto without_rounding = [&](double half_step, const Doubles& weights, const Doubles& twin) {
+        Doubles ours = exact(y);
+        for (size_t k = 0; k < ours.size(); ++k) {
+            double reach = 0;  // what rounding x may do, none of which is larger than 4.5
+            for (int64_t i = 0; i < n_in; ++i) reach += half_step * std::fabs(weights[k % n_out * n_in + i]);
+            const double inside = std::min(std::fabs(ours[k] - twin[k]), reach);
+            store(&y[k], float(ours[k] + (ours[k] < twin[k] ? inside : -inside)));
+        }
+    };
+    without_rounding(4.5 / 32767 / 2, kept, twin);
     judge("int8 product", y, twin, 2);
+
+    const int64_t n_group = groups(n_in), n_block = (n_out + BLOCK - 1) / BLOCK;
+    std::vector<uint8_t> halves(n_block * n_group * BLOCK * GROUP / 2, 0x88);  // zeros
+    std::vector<BF16> group_scale(n_block * n_group * BLOCK);
+    for (int64_t n = 0; n < n_out; ++n)
+        for (int64_t k = 0; k < n_in; ++k) {
+            const int64_t q = generator() % 16, group = n / BLOCK * n_group + k / GROUP, column = k % GROUP;
+            uint8_t& byte = halves[((group * 4 + column / 8) * BLOCK + n % BLOCK) * 4 + column % 4];
+            byte = column % 8 < 4 ? (byte & 0xf0) | q : (byte & 0xf) | q << 4;
+            BF16& scale_of_group = group_scale[group * BLOCK + n % BLOCK];
+            store(&scale_of_group, 0.125f);
+            kept[n * n_in + k] = (q - 8) * 0.125;
+        }
+    const Matrix<T> int4{halves.data(), nullptr, nullptr, nullptr, n_in, n_out, group_scale.data()};
+    linear(&int4, x.data(), y.data(), n_row);
+    const Doubles twin_of_int4 = product_twin(kept, exact(x), {}, n_row, n_in, n_out);
+    without_rounding(4.5 / 127 / 2, kept, twin_of_int4);
+    judge("int4 product", y, twin_of_int4, 2);
 }
 
 template <typename T, typename Decode, typename Attend, typename Norm>

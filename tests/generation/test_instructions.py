@@ -12,10 +12,12 @@ import pytest
 import torch
 from test_packing import (  # noqa: F401 (collected here too)
     forget,
+    test_int4_linear,
     test_int8_linear,
     test_linear,
     test_one_token_after_another_while_the_window_slides,
     test_rms_norm,
+    test_the_largest_sums_fit_in_4_bits,
     test_what_is_not_finite_stays_visible_in_8_bits,
 )
 

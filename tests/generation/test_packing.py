@@ -17,6 +17,8 @@ from andrea.generation import Engine, Request, Sampling, next_logits_uncached, p
 from andrea.generation.engine import Window, step
 from andrea.generation.packing import (
     FEW_ROWS,
+    GROUP,
+    Int4Linear,
     Int8Linear,
     NativeAttention,
     NativeLinear,
@@ -26,6 +28,7 @@ from andrea.generation.packing import (
     has_onednn,
     pack,
     quantised,
+    quantised_in_4_bits,
 )
 from andrea.model.gpt import GPT, RMSNorm
 from andrea.runtime.native import compiled_library
@@ -131,6 +134,62 @@ def test_int8_linear(dtype, bias, shape):
         judge(layer(x), layer.readable(x), exact)
 
 
+def test_int4_is_the_nearest_of_16_steps_of_each_group():
+    weight = draw(13, 3 * GROUP) * torch.logspace(-6, 3, 13)[:, None]
+    weight[4, GROUP:] = 0
+    integers, scale = quantised_in_4_bits(weight)
+    assert integers.dtype == torch.int8 and integers.shape == weight.shape and scale.shape == (13, 3)
+    groups, kept = weight.unflatten(1, (3, GROUP)), integers.unflatten(1, (3, GROUP))
+    assert (
+        torch.equal(kept.amin(2) == -8, groups.any(2)) and kept.amax(2).max() == 7
+    )  # the largest in size, of either sign
+    step = scale.float()[..., None]
+    is_cut = groups / step > 7  # no integer is as far on the other side of the largest
+    assert ((kept * step - groups).abs() <= step.abs() * torch.where(is_cut, 1.05, 0.5001)).all()
+    assert not kept[4, 1:].any() and (scale[4, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (16, 32), (17, 64), (131, 67), (48, 96)])
+def test_int4_weights_come_back_from_their_blocks(shape):
+    """Also where neither side fills its blocks, and of a part whose first row is in the middle of a block."""
+    integers, scale = quantised_in_4_bits(draw(*shape))
+    expected = (integers * scale.float().repeat_interleave(GROUP, dim=1))[:, : shape[1]]
+    layer = Int4Linear(draw(*shape), None)
+    assert torch.equal(layer.dequantised(), expected)
+    assert torch.equal(layer.rows(3, shape[0] - 1).dequantised(), expected[3:-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 7, 5), (3, 67, 131), (1, 3072, 17), (16, 130, 9), (70, 96, 48)])
+def test_int4_linear(dtype, bias, shape):
+    """Of the same 4-bit weights. Our kernel rounds x to a 127th of the largest number of its group, and then sums exactly."""
+    n_row, n_in, n_out = shape
+    x, weight = draw(n_row, n_in).to(dtype), draw(n_out, n_in).to(dtype)
+    added = draw(n_out).to(dtype) if bias else None
+    layer = Int4Linear(weight, added)
+    kept = layer.dequantised().double()
+    exact = functional.linear(x.double(), kept, None if added is None else added.double())
+    groups = functional.pad(x.double(), (0, -n_in % GROUP)).unflatten(1, (-1, GROUP))
+    half_step = groups.abs().amax(2) / 127 / 2 * 1.001  # (rows, groups)
+    reach = half_step.repeat_interleave(GROUP, dim=1)[:, :n_in] @ kept.abs().mT  # the most that rounding x can do
+    last_places = 4 * torch.finfo(dtype).eps * exact.abs().max()
+    for part, rows in ((layer, slice(None)), (layer.rows(3, n_out), slice(3, None))):
+        assert ((part(x).double() - exact[:, rows]).abs() <= reach[:, rows] + last_places).all()
+        assert torch.equal(part(x), torch.cat([part(row[None]) for row in x]))  # whatever the other rows are
+        judge(part.readable(x), functional.linear(x, kept.to(dtype), added)[:, rows], exact[:, rows])
+
+
+@pytest.mark.parametrize("n_in", [GROUP, 2 * GROUP])
+def test_the_largest_sums_fit_in_4_bits(n_in):
+    """Each weight 15 - 8 or -8, each number of x ±127 steps: half a group of such products nearly fills 16 bits."""
+    weight, x = torch.full((3, n_in), 7.0), torch.full((4, n_in), 127.0)
+    weight[:, 0], weight[1, 1:], x[1] = -8, -8, -127
+    weight[2, ::2], x[2, ::2] = -8, -127
+    layer = Int4Linear(weight, None)
+    assert torch.equal(layer(x), (x.double() @ layer.dequantised().double().mT).float())
+
+
 @pytest.mark.parametrize("multiplies", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_rows_in_bf16(bias, multiplies, monkeypatch):
@@ -145,12 +204,12 @@ def test_many_rows_in_bf16(bias, multiplies, monkeypatch):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible_in_8_bits(bad):
-    layer = Int8Linear(draw(5, 67), None, native=True)
-    x = draw(3, 67)
-    x[1, 13] = bad
-    x[2] = 0
-    y = layer(x)
-    assert y[0].isfinite().all() and y[1].isnan().all() and torch.equal(y[2], torch.zeros(5))
+    for layer in (Int8Linear(draw(5, 67), None, native=True), Int4Linear(draw(5, 67), None)):
+        x = draw(3, 67)
+        x[1, 13] = bad
+        x[2] = 0
+        y = layer(x)
+        assert y[0].isfinite().all() and y[1].isnan().all() and torch.equal(y[2], torch.zeros(5))
 
 
 def test_sums_too_long_for_32_bits_are_torch_s():
@@ -161,9 +220,9 @@ def test_sums_too_long_for_32_bits_are_torch_s():
 
 
 def test_the_smallest_numbers_keep_their_signs_in_8_bits():
-    layer = Int8Linear(torch.eye(4), None, native=True)
     x = torch.tensor([[1e-38, -1e-38, 3e-41, 0.0]])
-    assert (layer(x).sign() * x.sign() >= 0).all()
+    for layer in (Int8Linear(torch.eye(4), None, native=True), Int4Linear(torch.eye(4), None)):
+        assert (layer(x).sign() * x.sign() >= 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -183,18 +242,19 @@ def make_named(name: str) -> GPT:
     return make_model(CONFIGS[name], ATTENTIONS[name])
 
 
-def rounded(model: GPT, int8: bool) -> GPT:
+def rounded(model: GPT, bits: int | None) -> GPT:
     """The model in float64 with the weights that the packed one really has."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
-                int8
-                and parameter.ndim == 2
-                and not any(each in name for each in ("position", "embedding.weight", "table"))
-            ):
+            is_matrix = parameter.ndim == 2 and not any(
+                each in name for each in ("position", "embedding.weight", "table")
+            )
+            if is_matrix and bits == 8:
                 in_8_bits, scale = quantised(parameter)
                 parameter.copy_(in_8_bits * scale[:, None])
+            elif is_matrix and bits == 4:
+                parameter.copy_(Int4Linear(parameter, None).dequantised())
     return model.double()
 
 
@@ -204,11 +264,11 @@ def rounded(model: GPT, int8: bool) -> GPT:
 def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
     """The packed model errs no more than the plain one of the same precision does, over all steps."""
     model = make_named(name).to(dtype)
-    packed = pack(copy.deepcopy(model).requires_grad_(False), int8=False, compiled=False)
+    packed = pack(copy.deepcopy(model).requires_grad_(False), bits=None, compiled=False)
     assert isinstance(packed, PackedGPT) and isinstance(packed.model.blocks[0].attention, NativeAttention)
     tokens = torch.randint(0, 257, (n_text, 31), generator=torch.Generator().manual_seed(3))
     windows = [Window(each, step, n_text, fixed_shapes=False, ragged=False) for each in (packed, model)]
-    double, results = rounded(model, int8=False), ([], [], [])
+    double, results = rounded(model, bits=None), ([], [], [])
     for n_token in range(1, 31):
         texts = tokens[:, :n_token].tolist()
         for window, each in zip(windows, results, strict=False):
@@ -219,19 +279,20 @@ def test_one_token_after_another_while_the_window_slides(name, dtype, n_text):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize(("n_text", "n_thread"), [(1, 1), (1, 3), (3, 1), (FEW, 3)])
-def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_text, n_thread):
+def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, bits, n_text, n_thread):
     """The same products and the same roundings, so the same numbers but for torch's own exponentials and sums."""
-    packed = pack(make_named(name).to(dtype).requires_grad_(False), int8=int8, compiled=False)
+    packed = pack(make_named(name).to(dtype).requires_grad_(False), bits=bits, compiled=False)
     if CONFIGS[name].norm == "layernorm":
         assert packed.blocks is None
         return
     torch.set_num_threads(n_thread)
     # What exclusion leaves of a vector is small where a token sees mostly itself, and differs in its last bits. A number on the
-    # border of bf16, or of the 16 bits that an 8-bit product reads, then becomes the next one.
-    is_rounded_again = "exclusion" in name and (int8 or dtype == torch.bfloat16)
-    close = {"atol": 1e-2 if dtype == torch.bfloat16 else 1e-3, "rtol": 2e-2} if is_rounded_again else {}
+    # border of bf16, or of the 16 or 8 bits that a product in 8 or 4 bits reads, then becomes the next one.
+    is_rounded_again = "exclusion" in name and (bits or dtype == torch.bfloat16)
+    is_coarse = dtype == torch.bfloat16 or bits == 4
+    close = {"atol": 1e-2 if is_coarse else 1e-3, "rtol": 2e-2} if is_rounded_again else {}
     if name == "exact gelu" and dtype == torch.float32:  # torch's own is off by 1.2e-6 at inputs up to 6, ours by 4e-7
         close = {"atol": 2e-4, "rtol": 1e-4}
     caches = [packed.make_cache(n_text, 8) for _ in range(2)]
@@ -249,21 +310,23 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, int8, n_t
         packed(each, caches[0])
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ["andrea", "shared keys", *ALL_OPTIONS])
-def test_int8_model_is_the_model_of_its_rounded_weights(name):
+def test_a_model_in_few_bits_is_the_model_of_its_rounded_weights(name, bits):
     model = make_named(name)
-    packed = pack(copy.deepcopy(model).requires_grad_(False), int8=True, compiled=False)
+    packed = pack(copy.deepcopy(model).requires_grad_(False), bits=bits, compiled=False)
     tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(3))
-    double = rounded(model, int8=True)
+    double = rounded(model, bits=bits)
+    share = {8: 2e-3, 4: 5e-2}[bits]  # x in 16 bits, and in 8
     window = Window(packed, step, 1, fixed_shapes=False, ragged=False)
     for n_token in range(1, 10):
         logits, _ = window.next_logits(tokens[:, :n_token].tolist())
         exact = next_logits_uncached(double, tokens[:, :n_token])
-        assert (logits[:, 0].double() - exact).abs().max() <= 2e-3 * exact.abs().max()  # x in 16 bits
+        assert (logits[:, 0].double() - exact).abs().max() <= share * exact.abs().max()
 
 
 def test_a_tied_head_and_the_embedding_are_one_memory():
-    packed = pack(make_model(LIKE_GPT2).to(torch.bfloat16).requires_grad_(False), int8=False, compiled=False)
+    packed = pack(make_model(LIKE_GPT2).to(torch.bfloat16).requires_grad_(False), bits=None, compiled=False)
     assert packed.model.embedding.weight.data_ptr() == packed.head.weight.data_ptr()
     assert not any(parameter.requires_grad for parameter in packed.model.parameters())
 
@@ -275,15 +338,15 @@ def test_compiled_decoding_packs_in_8_bits_alone(compiler, monkeypatch):
         monkeypatch.setattr(packing, "has_native", lambda weight: False)
     for dtype in DTYPES:
         model = make_model(dataclasses.replace(CONFIG, n_layer=1)).to(dtype).requires_grad_(False)
-        assert pack(model, int8=False, compiled=True) is model
-        assert isinstance(pack(copy.deepcopy(model), int8=True, compiled=True), PackedGPT)
+        assert pack(model, bits=None, compiled=True) is model
+        assert isinstance(pack(copy.deepcopy(model), bits=8, compiled=True), PackedGPT)
         kernels = compiler or has_onednn(model.embedding.weight)
-        assert isinstance(pack(copy.deepcopy(model), int8=False, compiled=False), PackedGPT) == kernels
+        assert isinstance(pack(copy.deepcopy(model), bits=None, compiled=False), PackedGPT) == kernels
 
 
 def test_memory_is_shared_by_the_stacked_projections_and_their_parts():
-    for int8 in (False, True):
-        packed = pack(make_model(SHARED_KEYS).requires_grad_(False), int8=int8, compiled=False)
+    for bits in (None, 8):
+        packed = pack(make_model(SHARED_KEYS).requires_grad_(False), bits=bits, compiled=False)
         attention = packed.model.blocks[1].attention
         stacked = attention.project.weight
         parts = [getattr(attention.attention, name).weight for name in ("query", "key", "value")]
@@ -291,11 +354,11 @@ def test_memory_is_shared_by_the_stacked_projections_and_their_parts():
         assert {part.untyped_storage().data_ptr() for part in parts} == {stacked.untyped_storage().data_ptr()}
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("guess", [0, 3])
-def test_what_is_written_alone_is_written_in_a_batch(int8, guess):
+def test_what_is_written_alone_is_written_in_a_batch(bits, guess):
     """One row goes through the attention kernel, several texts of different lengths through torch's."""
-    engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, int8=int8)
+    engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, bits=bits)
     prompts = [[1, 2, 3], [7, 8, 7, 8, 7], [5]]
     request = Request(max_new_tokens=23, sampling=Sampling(temperature=0), lookahead=guess)
     alone = [[piece.token for piece in engine.stream(prompt, request)] for prompt in prompts]
@@ -303,7 +366,7 @@ def test_what_is_written_alone_is_written_in_a_batch(int8, guess):
     for piece in engine.stream_all(prompts, request):
         together[piece.sample].append(piece.token)
     assert together == alone
-    if not int8:
+    if bits is None:
         plain = Engine(make_model(), TOKENIZER)
         assert alone == [[piece.token for piece in plain.stream(prompt, request)] for prompt in prompts]
 
@@ -314,7 +377,7 @@ def test_compiled_int8_writes_what_the_kernel_writes():
     request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
     texts = []
     for on in (False, True):
-        engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, int8=True, compiled=on)
+        engine = Engine(make_model(), TOKENIZER, dtype=torch.float32, bits=8, compiled=on)
         texts.append([piece.token for piece in engine.stream([1, 2], request)])
     assert texts[0] == texts[1]
 
@@ -325,7 +388,7 @@ def test_attention_that_no_kernel_serves_keeps_torch_s():
         dataclasses.replace(ATTENTION, compatibility="bilinear"),
     ):
         model = GPT(CONFIG, changed, TOKENIZER.n_vocab)
-        packed = pack(model.requires_grad_(False), int8=False, compiled=False)
+        packed = pack(model.requires_grad_(False), bits=None, compiled=False)
         assert not isinstance(packed.model.blocks[0].attention, NativeAttention)
         assert isinstance(packed.model.blocks[0].attention.query, NativeLinear)
 

@@ -19,7 +19,7 @@ from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
 from andrea.generation.packing import library
 from andrea.generation.prompt import read_prompt
-from andrea.generation.session import decoding_dtype, sample
+from andrea.generation.session import check_device_offers, decoding_dtype, sample
 from andrea.runtime.native import compiled_library
 from andrea.text.tokenizer import ByteTokenizer
 
@@ -66,12 +66,20 @@ def test_the_checkpoint_is_described_before_the_text(tmp_path, capsys):
     assert text == "def aaaaa\n"
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize(("multiplies", "dtype"), [(False, "float32"), (True, "bfloat16")])
-def test_the_description_names_matrices_in_8_bits(tmp_path, capsys, monkeypatch, multiplies, dtype):
+def test_the_description_names_matrices_in_few_bits(tmp_path, capsys, monkeypatch, multiplies, dtype, precision):
     monkeypatch.setattr("andrea.runtime.device.cpu_multiplies_bf16", lambda: multiplies)
     write(tmp_path)
-    text, head = output(config_of(tmp_path, precision="int8"), capsys)
-    assert head.endswith(f"cpu, {dtype} with matrices in int8\n\n") and text == "def aaaaa\n"
+    text, head = output(config_of(tmp_path, precision=precision), capsys)
+    assert head.endswith(f"cpu, {dtype} with matrices in {precision}\n\n") and text == "def aaaaa\n"
+
+
+def test_4_bits_are_for_a_cpu():
+    with pytest.raises(
+        UserError, match="precision=int4 is for a CPU, got device=cuda; use precision=bf16, or device=cpu"
+    ):
+        check_device_offers("int4", "on", torch.device("cuda"))
 
 
 def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
@@ -85,7 +93,10 @@ def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
     [("/no/such/compiler", "no C.. compiler is found .*; install g"), ("false", "false ended with exit code 1;")],
 )
 @pytest.mark.filterwarnings("ignore:decode.cpp was not compiled")
-def test_8_bits_without_compiled_kernels_are_refused_with_the_reason(tmp_path, monkeypatch, compiler, reason):
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_few_bits_without_compiled_kernels_are_refused_with_the_reason(
+    tmp_path, monkeypatch, compiler, reason, precision
+):
     write(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", compiler)
@@ -94,9 +105,9 @@ def test_8_bits_without_compiled_kernels_are_refused_with_the_reason(tmp_path, m
         for cache in caches:
             cache.cache_clear()
         with pytest.raises(
-            UserError, match=f"precision=int8 needs our C.. kernel on a CPU, and there is none: {reason}"
+            UserError, match=f"precision={precision} needs our C.. kernel on a CPU, and there is none: {reason}"
         ):
-            sample(config_of(tmp_path, precision="int8"), torch.device("cpu"))
+            sample(config_of(tmp_path, precision=precision), torch.device("cpu"))
     finally:
         for cache in caches:
             cache.cache_clear()
@@ -299,7 +310,7 @@ def test_a_cpu_decodes_in_bf16_where_our_kernels_serve_the_model(monkeypatch):
     """Also without bf16 products: a token's time is that of reading the weights."""
     monkeypatch.setattr("andrea.runtime.device.cpu_multiplies_bf16", lambda: False)
     model = make_model()
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32, "int4": torch.float32}
     assert {asked: decoding_dtype(asked, model) for asked in kinds} == kinds
     monkeypatch.setattr("andrea.generation.session.library", object)
     assert decoding_dtype("auto", model) == torch.bfloat16

@@ -239,7 +239,9 @@ def test_what_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
     assert "additive cannot be exported" in refused(runs, capsys, "checkpoint=additive")
     assert "model.position=learned" in refused(runs, capsys, "checkpoint=additive", "to=gguf")
     assert "model=nano-qwen3" in refused(runs, capsys, "checkpoint=default", "to=gguf")
-    assert "dtype=q8_0 is a type of GGUF files, got to=hf" in refused(runs, capsys, "checkpoint=qwen3", "dtype=q8_0")
+    for kind in ("q8_0", "q4_0"):
+        why = refused(runs, capsys, "checkpoint=qwen3", f"dtype={kind}")
+        assert f"dtype={kind} is a type of GGUF files, got to=hf" in why
     (runs / "qwen3-hf").mkdir()
     assert "qwen3-hf exists" in refused(runs, capsys, "checkpoint=qwen3")
     assert "exists; remove it, or name another" in refused(runs, capsys, "checkpoint=qwen3", f"out={runs}")

@@ -43,12 +43,12 @@ def bpe() -> Tokenizer:
     return train_bpe([Path(__file__).read_text(encoding="utf-8")], 400)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", CASES)
 def test_llama_cpp_computes_ours(name: str, dtype: str, bpe: Tokenizer, tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    if dtype not in ("f32", "q8_0") and name not in ("llama", "gpt2"):
+    if dtype not in ("f32", "q8_0", "q4_0") and name not in ("llama", "gpt2"):
         pytest.skip("other types: one architecture of each kind is enough")
     monkeypatch.setattr(proof, "N_FUZZ_TEXTS", 500)
     architecture, changes = CASES[name]
@@ -91,6 +91,8 @@ def test_tokenizers_and_types_that_a_file_cannot_hold_are_refused(bpe: Tokenizer
         Gguf(make_trained(tokenizer=load_hf_tokenizer(tmp_path)), "f32")
     with pytest.raises(UserError, match="multiples of 32, got model.d_model=60, model.d_mlp=77; export with dtype=f16"):
         check_file(make_trained(tokenizer=bpe), "q8_0")
+    with pytest.raises(UserError, match="dtype=q4_0 needs multiples of 32, got model.d_model=60"):
+        check_file(make_trained(tokenizer=bpe), "q4_0")
     with pytest.raises(UserError, match="multiples of 32, got model.n_head=4 times model.d_head=14; export"):
         check_file(make_trained(BLOCKS_OF_32 | {"d_head": 14}, tokenizer=bpe), "q8_0")
 
