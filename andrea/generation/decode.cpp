@@ -329,7 +329,8 @@ struct Bytes {
 };
 
 // `in` holds the numbers of one group. A group with a number that is not finite has the step NaN.
-void in_bytes(const float* in, int8_t* bytes, float* step, int32_t* shift) {
+template <typename T>
+void in_bytes(const T* in, int8_t* bytes, float* step, int32_t* shift) {
     constexpr float TO_INTEGER = 12582912;  // 1.5 · 2^23: after adding it, the last bits of a float are the nearest integer
     Floats largest_of = {};
     decltype(largest_of < 0) unequal = {};  // as in `in_integers`
@@ -361,11 +362,10 @@ template <typename T>
 Bytes in_bytes(const T* x, int64_t n) {
     const int64_t n_group = groups(n);
     Bytes row{std::vector<int8_t>(n_group * GROUP), std::vector<float>(n_group), std::vector<int32_t>(n_group)};
-    for (int64_t g = 0; g < n_group; ++g) {
-        float group[GROUP] = {};
-        for (int64_t k = 0; k < std::min(GROUP, n - g * GROUP); ++k) group[k] = number(x[g * GROUP + k]);
-        in_bytes(group, &row.bytes[g * GROUP], &row.steps[g], &row.shifts[g]);
-    }
+    T last[GROUP] = {};  // with zeros beyond the row, if it ends inside a group
+    std::copy(x + n / GROUP * GROUP, x + n, last);
+    for (int64_t g = 0; g < n_group; ++g)
+        in_bytes(g < n / GROUP ? x + g * GROUP : last, &row.bytes[g * GROUP], &row.steps[g], &row.shifts[g]);
     return row;
 }
 
@@ -434,6 +434,8 @@ void keep_order(Floats& v) {
 #endif
 }
 
+constexpr int64_t AHEAD = 8;  // groups: memory is read at 44 GB/s instead of 37, because processors follow two streams less well
+
 // The products of a block of weight rows with R rows of x: that of weight row o and row r is values[r * BLOCK + o].
 template <int64_t R>
 void block_products(const uint8_t* weight, const BF16* scale, const Bytes* const* x, int64_t n_group, float* values) {
@@ -441,6 +443,11 @@ void block_products(const uint8_t* weight, const BF16* scale, const Bytes* const
     Floats totals[R][N] = {};
     for (int64_t g = 0; g < n_group; ++g, weight += GROUP / 2 * BLOCK, scale += BLOCK) {
         QuadSums sums[R][N] = {};
+        if (R < TILE) {  // of more rows, the next blocks are fetched in parts: see `Tile`
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < GROUP / 8; ++i) __builtin_prefetch(weight + AHEAD * GROUP / 2 * BLOCK + 4 * i * BLOCK);
+            __builtin_prefetch(scale + AHEAD * BLOCK);
+        }
 #pragma GCC unroll 4
         for (int64_t i = 0; i < GROUP / 8; ++i)
 #pragma GCC unroll 4
