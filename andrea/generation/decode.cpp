@@ -434,7 +434,7 @@ void keep_order(Floats& v) {
 #endif
 }
 
-constexpr int64_t AHEAD = 8;  // groups: memory is read at 44 GB/s instead of 37, because processors follow two streams less well
+constexpr int64_t AHEAD = 8;  // groups: memory is read at 43 GB/s instead of 37, because processors follow two streams less well
 
 // The products of a block of weight rows with R rows of x: that of weight row o and row r is values[r * BLOCK + o].
 template <int64_t R>
