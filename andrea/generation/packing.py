@@ -250,10 +250,8 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
-GROUP, BLOCK = (
-    32,
-    16,
-)  # in 4 bits: weights of a row that share a scale, and rows that are kept together, as in decode.cpp
+# In 4 bits, as in decode.cpp: weights of a row that share a scale, and rows that are kept together.
+GROUP, BLOCK = 32, 16
 
 
 class Int4Linear(nn.Module):
