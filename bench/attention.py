@@ -88,7 +88,7 @@ def ours(q, k, v, wanted: bool) -> torch.Tensor:
     """The operator itself, with what the kernel measures and nothing beside it."""
     from andrea.attention.kernels.attend_triton import fused_attention
 
-    return fused_attention(q, k, v, None, None, True, 0, 0.0, None, None, wanted)[0]
+    return fused_attention(q, k, v, None, None, None, True, 0, 0.0, None, None, wanted)[0]
 
 
 def flash_attention() -> dict[str, Attend]:

@@ -42,7 +42,7 @@ MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 AMD = "gfx942"
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
-IN_INT32 = {"first", "stop", "query_low", "query_high"}
+IN_INT32 = {"first", "stop", "ranges"}
 
 
 def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bool, modified: bool) -> dict[str, tuple]:

@@ -89,6 +89,8 @@ class Case:
             "documents": packed_documents(documents.expand(self.B, 1, self.S)),
             "causal & padding": causal() & key_padding(lengths),
             "causal & documents": causal() & packed_documents(documents),
+            "wide window": sliding_window(47),
+            "long documents": causal() & packed_documents((torch.arange(self.S, device=device) + 13) // 59),
             "window & documents & padding": sliding_window(3) & packed_documents(documents) & key_padding(lengths),
         }[self.mask]
 
