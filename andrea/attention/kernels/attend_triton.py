@@ -77,7 +77,8 @@ def tiles_of(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
 
     For Hopper and heads of at most 128 in 16 bits, the tiles were the fastest on an H200 at 1,024 keys. The others are the
-    largest that spill no registers, according to bench/kernel_resources.py; no such GPU has measured them yet.
+    largest that spill no registers, according to bench/kernel_resources.py; in fp32, heads of more than 128 spill with all
+    tiles (264 bytes for dK and dV on sm_80). No such GPU has measured them yet.
 
     bench/README.md has what else was compiled in order to overlap products and softmax, and why it is not used.
     """
