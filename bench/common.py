@@ -186,7 +186,7 @@ def timed(run: Callable[[], int], device: str) -> tuple[int, float]:
 class NumberTokenizer:
     """Shows each token as its number, and knows no end: both sides write the same count of tokens."""
 
-    end_of_text = -1
+    end_of_text, ends = -1, ()
 
     def __init__(self, n_vocab: int) -> None:
         self.n_vocab = n_vocab

@@ -160,7 +160,7 @@ def measure_text(
     stream: np.ndarray, tokenizer: Tokenizer, n_token: int, chosen: argparse.Namespace
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """False alarms and caught collapses with one tokenizer; stream: the held-out tokens (N,)."""
-    reference, chance = ReferenceText.of([stream], tokenizer, n_token), random.Random(1)
+    reference, chance = ReferenceText([stream], tokenizer, n_token), random.Random(1)
     tables: dict[str, list[str]] = {}
     for _ in range(chosen.tables):
         for kind, table in lists(chance).items():
@@ -170,7 +170,7 @@ def measure_text(
     if chosen.prose:
         prose = tokenizer.encode_array(chosen.prose.read_text(encoding="utf-8"))
         texts = {"prose": windows(prose, tokenizer, n_token, chosen.windows)}
-        alarms |= count_alarms(ReferenceText.of([prose], tokenizer, n_token), texts)
+        alarms |= count_alarms(ReferenceText([prose], tokenizer, n_token), texts)
     alarms["all lists"] = tuple(sum(alarms[kind][i] for kind in tables) for i in range(2))
     collapsed: dict[str, list[str]] = {}
     begins = np.linspace(0, len(stream) - n_token, HEALTHY_STARTS).astype(int)
@@ -254,7 +254,7 @@ def main() -> None:
     print(records)
     models: dict[str, dict[str, Any]] = {}
     for folder in chosen.runs:
-        reference = ReferenceText.of([held_out], corpus.tokenizer, n_token)
+        reference = ReferenceText([held_out], corpus.tokenizer, n_token)
         models |= measure_models(folder, reference, run, chosen.samples)
     figures = {"sample_tokens": n_token, "text": text, "records": records, "models": models}
     write_record(chosen.output, "health", "cpu", figures)

@@ -42,7 +42,7 @@ from andrea.training.loss.loss import MicroBatchLoss
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.ranks import Parallel
 
-PEERS = ("fp32", "bf16", "bf16-compiled", "bf16-compiled-kept")
+PEERS = ("fp32", "fp32-compiled", "bf16", "bf16-compiled", "bf16-compiled-kept")
 
 
 def main() -> None:

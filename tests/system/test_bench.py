@@ -46,6 +46,26 @@ def test_the_attention_bench_measures_what_can_run(tmp_path):
     assert "sdpa_flash left out: implementation='sdpa_flash' cannot be used here: it needs a CUDA GPU" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.py --batch 1 --sequence-length 32 --compile off",
+        "generate.py --ours fp32 int8 --prompt-tokens 4 --long-prompt-tokens 16 --new-tokens 3",
+    ],
+)
+def test_the_speed_benches_measure_this_project(words, tmp_path):
+    output = tmp_path / "speeds.json"
+    more = ["--model", "andrea-nano", "--vocabulary", "512", "--device", "cpu", "--pairs", "1", "--peers"]
+    name, *rest = words.split()
+    command = [sys.executable, f"bench/{name}", *rest, *more, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "LEFT OUT" not in done.stdout + done.stderr, done.stderr
+    results = json.loads(output.read_text())["results"]
+    assert len(results) == words.count("fp32 int8") + 1
+    assert all(result["tokens_per_second"] > 0 for result in results.values())
+
+
 @pytest.mark.parametrize("mode", [[], ["--tune"]])
 def test_the_attention_bench_fails_where_none_of_our_kernels_can_run(mode, tmp_path):
     words = "--device cpu --widths 64 --lengths 8 --tokens 8 --repeats 1 --most-tiles 1".split()

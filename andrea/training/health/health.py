@@ -555,7 +555,7 @@ def make_health(
     reference = None
     if run.train.sample_tokens and not isinstance(corpus.tokenizer, ChatTokenizer):
         held_out = [source.val for source in corpus.sources]
-        reference = ReferenceText.of(held_out, corpus.tokenizer, run.train.sample_tokens)
+        reference = ReferenceText(held_out, corpus.tokenizer, run.train.sample_tokens)
     health = Health(run, corpus.tokenizer.n_vocab, DataSummary.of(corpus, loader), reference, planned_epochs)
     if checkpoint is not None:
         health.load_state(checkpoint.state["health"])

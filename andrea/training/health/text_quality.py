@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections.abc import Sequence
@@ -160,17 +161,24 @@ def distinct(pieces: Sequence[str], n: int) -> float:
 
 @dataclass(frozen=True)
 class ReferenceText:
-    windows: tuple[TextFigures, ...]
-    tokenizer: Tokenizer
+    """The figures of held-out text, made when the first samples are judged.
 
-    @classmethod
-    def of(cls, streams: Sequence[TokenStream | np.ndarray], tokenizer: Tokenizer, n_token: int) -> ReferenceText:
-        """The figures of about WINDOWS windows of n_token tokens. Each stream gives the same number, evenly spaced."""
-        each = -(-WINDOWS // len(streams))
-        starts = [(stream, np.linspace(0, max(0, len(stream) - n_token), each).astype(int)) for stream in streams]
-        texts = [tokenizer.decode(stream[s : s + n_token]) for stream, begins in starts for s in begins]
-        figures = (TextFigures.of(text, tokenizer) for text in texts)
-        return cls(tuple(window for window in figures if window is not None), tokenizer)
+    n_token: of a window. Each stream gives the same number of windows, WINDOWS together, evenly spaced.
+    """
+
+    streams: Sequence[TokenStream | np.ndarray]
+    tokenizer: Tokenizer
+    n_token: int
+
+    @functools.cached_property
+    def windows(self) -> tuple[TextFigures, ...]:
+        each = -(-WINDOWS // len(self.streams))
+        starts = [
+            (stream, np.linspace(0, max(0, len(stream) - self.n_token), each).astype(int)) for stream in self.streams
+        ]
+        texts = [self.tokenizer.decode(stream[s : s + self.n_token]) for stream, begins in starts for s in begins]
+        figures = (TextFigures.of(text, self.tokenizer) for text in texts)
+        return tuple(window for window in figures if window is not None)
 
     def lowest(self, name: str) -> float:
         """The figure `name` of a window with little variety: only the share EXTREME of all windows have a lower value.

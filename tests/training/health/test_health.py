@@ -74,7 +74,7 @@ def notes_reference(notes: Path, folder: Path) -> tuple[RunConfig, ReferenceText
     words = ["data=text", f"data.path={notes}", "tokenizer=byte", "optimizer.warmup_steps=5"]
     run = configure(RunConfig, "train", words)
     corpus = open_corpus(run.data, run.tokenizer, folder / "reference", lambda line: None)
-    return run, ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
+    return run, ReferenceText([corpus.sources[0].val], corpus.tokenizer, 160)
 
 
 def found(health: Health, evidence: Evidence) -> dict[str, str]:

@@ -66,7 +66,7 @@ def test_a_model_that_writes_loops_is_named(tiny_run, tmp_path: Path, notes: Pat
     words = ["train.steps=60", "train.eval_every=60", "train.save_every=60", "train.sample_tokens=0"]
     run = configure(RunConfig, "train", ["data=text", f"data.path={notes}", "tokenizer=byte", f"data_dir={tmp_path}/r"])
     corpus = open_corpus(run.data, run.tokenizer, Path(run.data_dir), lambda line: None)
-    reference = ReferenceText.of([corpus.sources[0].val], corpus.tokenizer, 160)
+    reference = ReferenceText([corpus.sources[0].val], corpus.tokenizer, 160)
     for name, loop in loops.items():
         folder = tmp_path / name
         folder.mkdir()

@@ -24,7 +24,7 @@ def real(notes: Path) -> str:
 
 @pytest.fixture(scope="module")
 def reference(real: str) -> ReferenceText:
-    return ReferenceText.of([TOKENIZER.encode_array(real)], TOKENIZER, N_TOKEN)
+    return ReferenceText([TOKENIZER.encode_array(real)], TOKENIZER, N_TOKEN)
 
 
 def named(reference: ReferenceText, *texts: str) -> dict[str, str]:
@@ -168,7 +168,7 @@ def test_real_text_is_not_named(reference: ReferenceText, real: str) -> None:
 def test_what_validation_text_does_too_is_not_named(real: str) -> None:
     """Where held-out text itself is full of loops (say, logs), a loop in a sample is what was to be learned."""
     looping = ("tick tock, " * 60)[:N_TOKEN]
-    reference = ReferenceText.of([TOKENIZER.encode_array(looping * 5 + real[:2500])], TOKENIZER, N_TOKEN)
+    reference = ReferenceText([TOKENIZER.encode_array(looping * 5 + real[:2500])], TOKENIZER, N_TOKEN)
     assert 0.3 < reference.looping_share(0.4) < 0.7 and not named(reference, *[looping] * 5)
 
 
