@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from torch import Tensor
+from oracle import DECODED_CASES, DecodedCase, decoded, judge_decoded
 
 from andrea.attention import (
     DotProduct,
@@ -17,9 +15,7 @@ from andrea.attention import (
     SharedInputs,
     causal,
     multihead,
-    sliding_window,
 )
-from andrea.model.gpt import RotaryPosition
 
 pytestmark = pytest.mark.untraced
 
@@ -28,77 +24,11 @@ if not fused.triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)
 
 
-@dataclass(frozen=True)
-class Case:
-    """H query heads, G key/value heads, D their width, K tokens that a convolution mixes, the lengths of B sequences."""
-
-    H: int = 2
-    G: int = 2
-    D: int = 16
-    K: int | None = 3
-    lengths: tuple[int, ...] = (5,)
-    norm: bool = True
-    mixes: bool = True
-    rotates: bool = True
-    window: int | None = None
-    is_ragged: bool = False
-    gate: str | None = None
-
-
-CASES = [
-    Case(), Case(H=4, G=2, lengths=(0,)), Case(H=4, G=2, D=32, lengths=(41, 0, 67), is_ragged=True),
-    Case(H=1, G=1, D=64, lengths=(70, 70), window=40), Case(K=None, norm=False, mixes=False, rotates=False, lengths=(33,)),
-    Case(H=3, G=1, K=2, lengths=(2,), gate="elementwise"), Case(K=4, window=3, lengths=(2, 5), is_ragged=True),
-]  # fmt: skip
-CAPACITY = 80
-
-
-def decoded(case: Case, dtype: torch.dtype, by_kernel: bool) -> list[Tensor]:
-    """What the heads retrieve for two tokens, one after the other, and the filled cache, in float64."""
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(*shape: int) -> Tensor:  # the same numbers in every type
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(dtype)
-
-    layer = MultiHeadAttention(
-        24, case.H, compatibility=ScaledDotProduct(), mask=sliding_window(case.window) if case.window else causal(),
-        n_kv_head=case.G, d_head=case.D, convolution=case.K, value_residual=case.mixes, gate=case.gate,
-        qk_norm_epsilon=1e-5 if case.norm else None,
-    ).to(dtype)  # fmt: skip
-    for parameter in layer.parameters():
-        parameter.data = draw(*parameter.shape) / 4
-    n_batch, n_projected = len(case.lengths), case.H + 2 * case.G if case.K else 0
-    how = {"dtype": dtype, "fixed_shapes": True, "ragged": case.is_ragged, "n_projected": n_projected}
-    cache = KeyValueCache(1, n_batch, case.G, CAPACITY, case.D, **how)
-    kept = (*cache.keys, *cache.values, *cache.projected)
-    for each in kept:
-        each.copy_(draw(*each.shape))
-    cache.set_lengths(list(case.lengths))
-    position, results = RotaryPosition(CAPACITY, case.D, base=10.0), []
-    with pytest.MonkeyPatch.context() as patches, torch.no_grad():
-        patches.setattr(multihead, "one_product_is_faster", lambda x: by_kernel)
-        patches.setattr(multihead, "one_pass_is_faster", lambda x: by_kernel)
-        for _ in range(2):
-            first = draw(n_batch, 1, case.G, case.D).transpose(1, 2) if case.mixes else None
-            place = position.placer(1, cache.length) if case.rotates else None
-            x = draw(n_batch, 1, 24)
-            results.append(layer.retrieve(x, shared=SharedInputs(first_value=first, place=place), cache=cache.layer(0)))
-            cache.advance(1)
-    filled = torch.arange(CAPACITY) < cache.length.expand(n_batch)[:, None]
-    return [each.double() for each in (*results, *(each.transpose(1, 2)[filled] for each in kept))]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", DECODED_CASES, ids=str)
 def test_outputs_and_cache_against_float64(case, dtype, monkeypatch):
-    """The rule of design.md: at most twice the readable path's error, and one unit in the last place of the largest number."""
     monkeypatch.setattr(fused, "MOST_SPLITS", 4)  # interpreted programs are slow
-    truth, readable, judged = (decoded(case, *how) for how in ((torch.float64, False), (dtype, False), (dtype, True)))
-    assert len(truth) == len(judged) == (5 if case.K else 4)
-    for number, (exact, theirs, mine) in enumerate(zip(truth, readable, judged, strict=True)):
-        error, allowed = (float((other - exact).abs().max()) for other in (mine, theirs))
-        last_place = torch.finfo(dtype).eps * float(exact.abs().max())
-        assert error <= 2 * allowed + last_place, f"{number}: {error:.3g} > 2 · {allowed:.3g} + {last_place:.3g}"
+    judge_decoded(case, dtype)
 
 
 def test_any_number_of_splits_gives_the_same(monkeypatch):
@@ -106,7 +36,7 @@ def test_any_number_of_splits_gives_the_same(monkeypatch):
     found = []
     for most in (1, 2, 8):
         monkeypatch.setattr(fused, "MOST_SPLITS", most)
-        found.append(decoded(Case(H=1, G=1, lengths=(67,)), torch.float32, True))
+        found.append(decoded(DecodedCase(H=1, G=1, lengths=(67,)), torch.float32, True))
     assert all(torch.allclose(a, b, atol=1e-5) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
