@@ -97,7 +97,7 @@ def all_checks(small: bool) -> list[Check]:
         )
     ]
     decoded = [
-        Check("decoded", "decoded", f"{dtype}, {case}", partial(heads_rows, judge_decoded, case, dtype))
+        Check("heads", "decoded", f"{dtype}, {case}", partial(heads_rows, judge_decoded, case, dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for case in (*DECODED_CASES, DecodedCase(12, 12, 64, lengths=(77,)), DecodedCase(8, 2, 128, lengths=(9, 78)))
     ]
