@@ -481,6 +481,8 @@ class MultiHeadAttention(nn.Module):
             or not self.kernels_serve(x, shared)
         ):
             return False
+        if cache.keys.shape[2] * (self.n_head + 2 * self.n_kv_head) * self.d_head >= 2**31:
+            return False  # the kernel counts a sequence's rows in 32 bits
         changes = self.modifiers is not None or self.sink is not None or self.is_exclusive or shared.packing is not None
         return not changes and type(self.mask) in (Causal, SlidingWindow)
 

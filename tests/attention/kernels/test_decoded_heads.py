@@ -54,6 +54,7 @@ def test_what_it_does_not_serve_is_computed_step_by_step(option, monkeypatch):
     on_device, on_host = (KeyValueCache(1, 1, 2, 8, 16, fixed_shapes=fixed).layer(0) for fixed in (True, False))
     serves = lambda x, cache: layer.is_decoded_in_one_pass(x, SharedInputs(), cache)  # noqa: E731
     assert serves(x, on_device) == ("compatibility" in option)
+    assert not serves(x, KeyValueCache(1, 1, 2, 2**25, 16, fixed_shapes=True, device="meta").layer(0))
     assert not serves(x, on_host) and not serves(x, None) and not serves(torch.randn(1, 2, 32), on_device)
 
 
