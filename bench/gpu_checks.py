@@ -33,7 +33,17 @@ from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from oracle import HEADS_CASES, MASKS, Case, HeadsCase, judge, judge_prepared
+from oracle import (
+    DECODED_CASES,
+    HEADS_CASES,
+    MASKS,
+    Case,
+    DecodedCase,
+    HeadsCase,
+    judge,
+    judge_decoded,
+    judge_prepared,
+)
 
 from andrea.attention import Case as AttentionCase
 from andrea.attention import DotProduct, refusal
@@ -78,13 +88,18 @@ def all_checks(small: bool) -> list[Check]:
         for precision in ("fp32", "bf16")
     ]
     heads = [
-        Check("heads", "heads", f"{dtype}, {case}", partial(heads_rows, case, dtype))
+        Check("heads", "heads", f"{dtype}, {case}", partial(heads_rows, judge_prepared, case, dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for case in (
             *HEADS_CASES,
             HeadsCase(12, 12, 64, 1024, 3, True, True),
             HeadsCase(6, 2, 128, 300, 3, True, True, B=5),
         )
+    ]
+    decoded = [
+        Check("heads", "decoded", f"{dtype}, {case}", partial(heads_rows, judge_decoded, case, dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for case in (*DECODED_CASES, DecodedCase(12, 12, 64, lengths=(77,)), DecodedCase(8, 2, 128, lengths=(9, 78)))
     ]
     losses = [
         Check("loss", "loss", f"{dtype}, soft cap {cap}", partial(loss_rows, dtype, cap, 97 if small else 50257))
@@ -104,8 +119,8 @@ def all_checks(small: bool) -> list[Check]:
     ]
     if small:
         served = [check for check in attention if "float32" in check.case and check.name in ("triton", "sdpa")]
-        return heads[-8:-7] + served[::7] + compiled[1:] + models[:1] + losses[:1] + generation[:1]
-    return heads + compiled + losses + models + generation + attention
+        return heads[-8:-7] + decoded[-3:-2] + served[::7] + compiled[1:] + models[:1] + losses[:1] + generation[:1]
+    return heads + decoded + compiled + losses + models + generation + attention
 
 
 def attention_checks() -> Iterator[Check]:
@@ -147,10 +162,11 @@ def judged(name: str, case: Case, device: str) -> list[dict]:
     return [row]
 
 
-def heads_rows(case: HeadsCase, dtype: torch.dtype, device: str) -> list[dict]:
-    row = {"check": "heads", "case": f"{dtype}, {case}", "passes": True}
+def heads_rows(judge: Callable, case: HeadsCase | DecodedCase, dtype: torch.dtype, device: str) -> list[dict]:
+    name = "heads" if judge is judge_prepared else "decoded"
+    row = {"check": name, "case": f"{dtype}, {case}", "passes": True}
     try:
-        judge_prepared(case, dtype, device)
+        judge(case, dtype, device)
     except AssertionError as error:
         row |= {"passes": False, "why": str(error).splitlines()[0]}
     return [row]

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from andrea.attention.kernels import attend_triton
+from andrea.attention.kernels import attend_triton, decode_triton
 from andrea.attention.kernels.attend_triton import Blocks, padded, tiles_of
 from andrea.text.shards import IGNORED_TARGET
 from andrea.training.loss.kernels import cross_entropy_triton as cross_entropy
@@ -42,7 +42,7 @@ MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 AMD = "gfx942"
 INTEGERS_32 = {"H", "T", "S", "start", "GROUP"}
 IN_FP32 = {"lse", "delta", "largest", "entropy", "slopes", "sink"}
-IN_INT32 = {"first", "stop", "query_low", "query_high"}
+IN_INT32 = {"first", "stop", "ranges"}
 
 
 def kernels(width: int, dtype: str, target: int | str, mode: str, statistics: bool, modified: bool) -> dict[str, tuple]:
@@ -106,6 +106,40 @@ def compiled_loss(dtype: str, target: int, capped: bool):
     attributes = {(position,): [["tt.divisibility", 16]] for position, name in enumerate(signature) if name in aligned}
     source = ASTSource(cross_entropy.row_kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": cross_entropy.WARPS})
+
+
+def compiled_decoding(width: int, dtype: str, target: int):
+    """The two kernels of a decoded token, with every option, as a model with as many heads for keys would launch them."""
+    own = {"MIX": True, "NORM": True, "ROTATE": True, "BLOCK": decode_triton.BLOCK, "H": 12, "G": 12, "K": 3}
+    named = {"cosine": "*fp32", "sine": "*fp32", "z": "*fp32", "sums": "*fp32", "lengths": "*i64", "epsilon": "fp32"}
+    named |= {"scale": "fp32"} | dict.fromkeys(("f_b", "f_h", "turn_b", "length_b", "S", "window"), "i32")
+    for function, warps, constants in (
+        (decode_triton.split_kernel, decode_triton.WARPS, own), (decode_triton.join_kernel, 1, {})
+    ):  # fmt: skip
+        constants = constants | {"D": width, "SPLITS": decode_triton.splits_of(1, 12)}
+        signature = {
+            name: "constexpr" if name in constants else named.get(name, f"*{dtype}") for name in function.arg_names
+        }
+        aligned = {name for name, kind in signature.items() if kind[0] == "*" or name == "S"}
+        attributes = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(signature) if name in aligned}
+        source = ASTSource(function, signature, constants, attributes)
+        yield (
+            function,
+            warps,
+            triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": warps}),
+        )
+
+
+def measure_decoding(widths, types, targets) -> list[dict]:
+    rows = []
+    for width in widths:
+        for dtype in types:
+            for target in targets:
+                for function, warps, kernel in compiled_decoding(width, dtype, target):
+                    about = {"kernel": function.__name__, "width": width, "dtype": dtype, "target": f"sm_{target}"}
+                    rows.append(about | {"warps": warps} | resources(kernel, target, warps))
+                    print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
 
 
 def resources(kernel, target: int, warps: int) -> dict:
@@ -243,8 +277,12 @@ def main() -> None:
     parser.add_argument("--targets", type=target_of, nargs="+", default=[80, 90, 100])
     parser.add_argument("--modes", nargs="+", default=["causal"], choices=MODES)
     parser.add_argument("--modified", action="store_true", help="with a cap on scores, ALiBi and sinks")
+    parser.add_argument("--decoding", action="store_true", help="only the kernels of a decoded token")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if chosen.decoding:
+        write(chosen.json, triton.__version__, measure_decoding(chosen.widths, chosen.types, chosen.targets))
+        return
     rows = measure(chosen.widths, chosen.types, chosen.targets, chosen.modes, chosen.modified)
     rows += measure_loss(chosen.types, [target for target in chosen.targets if target != AMD])
     write(chosen.json, triton.__version__, rows)

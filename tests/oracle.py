@@ -12,14 +12,16 @@ B batch, H query heads, G key/value heads, T queries, S keys.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from andrea.attention import (
+    KeyValueCache,
     Mask,
     MultiHeadAttention,
     ScaledDotProduct,
@@ -89,6 +91,8 @@ class Case:
             "documents": packed_documents(documents.expand(self.B, 1, self.S)),
             "causal & padding": causal() & key_padding(lengths),
             "causal & documents": causal() & packed_documents(documents),
+            "wide window": sliding_window(47),
+            "long documents": causal() & packed_documents((torch.arange(self.S, device=device) + 13) // 59),
             "window & documents & padding": sliding_window(3) & packed_documents(documents) & key_padding(lengths),
         }[self.mask]
 
@@ -203,10 +207,17 @@ def prepared(
     case: HeadsCase, dtype: torch.dtype, in_one_pass: bool, device: str = "cpu", compatibility=ScaledDotProduct
 ) -> list[Tensor]:
     """Query, key and value of a layer, then the gradients of x, of the first values and of all parameters; float64, CPU."""
-    before = multihead.one_product_is_faster, multihead.one_pass_is_faster
-    multihead.one_product_is_faster = multihead.one_pass_is_faster = lambda x: in_one_pass
-    try:
+    with kernels_of_heads(in_one_pass):
         return [each.detach().cpu().double() for each in prepared_and_gradients(case, dtype, device, compatibility())]
+
+
+@contextlib.contextmanager
+def kernels_of_heads(are_used: bool) -> Iterator[None]:
+    """Whether layers use our Triton kernels around attention, on any device."""
+    before = multihead.one_product_is_faster, multihead.one_pass_is_faster
+    multihead.one_product_is_faster = multihead.one_pass_is_faster = lambda x: are_used
+    try:
+        yield
     finally:
         multihead.one_product_is_faster, multihead.one_pass_is_faster = before
 
@@ -245,6 +256,82 @@ def judge_prepared(case: HeadsCase, dtype: torch.dtype, device: str = "cpu") -> 
         last_place = torch.finfo(dtype).eps * float(exact.abs().max())
         if exact.numel() == 1:  # the share's gradient, one sum in fp32: as exact as its many terms are large
             last_place += torch.finfo(torch.float32).eps * float(truth[4].abs().sum())
+        assert error <= 2 * allowed + last_place, (
+            f"{number}: {error:.3g} > 2 · {allowed:.3g} + {last_place:.3g}, {case}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- decoded heads
+
+
+@dataclass(frozen=True)
+class DecodedCase:
+    """H query heads, G key/value heads, D their width, K tokens that a convolution mixes, the lengths of B sequences."""
+
+    H: int = 2
+    G: int = 2
+    D: int = 16
+    K: int | None = 3
+    lengths: tuple[int, ...] = (5,)
+    norm: bool = True
+    mixes: bool = True
+    rotates: bool = True
+    window: int | None = None
+    is_ragged: bool = False
+    gate: str | None = None
+
+
+DECODED_CASES = [
+    DecodedCase(), DecodedCase(H=4, G=2, lengths=(0,)), DecodedCase(H=4, G=2, D=32, lengths=(41, 0, 67), is_ragged=True),
+    DecodedCase(H=1, G=1, D=64, lengths=(70, 70), window=40), DecodedCase(H=3, G=1, K=2, lengths=(2,), gate="elementwise"),
+    DecodedCase(K=None, norm=False, mixes=False, rotates=False, lengths=(33,)),
+    DecodedCase(K=4, window=3, lengths=(2, 5), is_ragged=True),
+]  # fmt: skip
+DECODED_CAPACITY = 80
+
+
+def decoded(case: DecodedCase, dtype: torch.dtype, by_kernel: bool, device: str = "cpu") -> list[Tensor]:
+    """What the heads retrieve for two tokens, one after the other, and the filled cache, in float64."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> Tensor:  # the same numbers in every type
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(device, dtype)
+
+    layer = MultiHeadAttention(
+        24, case.H, compatibility=ScaledDotProduct(), mask=sliding_window(case.window) if case.window else causal(),
+        n_kv_head=case.G, d_head=case.D, convolution=case.K, value_residual=case.mixes, gate=case.gate,
+        qk_norm_epsilon=1e-5 if case.norm else None,
+    ).to(device, dtype)  # fmt: skip
+    for parameter in layer.parameters():
+        parameter.data = draw(*parameter.shape) / 4
+    n_batch, n_projected = len(case.lengths), case.H + 2 * case.G if case.K else 0
+    how = {"dtype": dtype, "device": device, "fixed_shapes": True, "ragged": case.is_ragged, "n_projected": n_projected}
+    cache = KeyValueCache(1, n_batch, case.G, DECODED_CAPACITY, case.D, **how)
+    kept = (*cache.keys, *cache.values, *cache.projected)
+    for each in kept:
+        each.copy_(draw(*each.shape))
+    cache.set_lengths(list(case.lengths))
+    position, results = RotaryPosition(DECODED_CAPACITY, case.D, base=10.0).to(device), []
+    with kernels_of_heads(by_kernel), torch.no_grad():
+        for _ in range(2):
+            first = draw(n_batch, 1, case.G, case.D).transpose(1, 2) if case.mixes else None
+            place = position.placer(1, cache.length) if case.rotates else None
+            x = draw(n_batch, 1, 24)
+            results.append(layer.retrieve(x, shared=SharedInputs(first_value=first, place=place), cache=cache.layer(0)))
+            cache.advance(1)
+    filled = torch.arange(DECODED_CAPACITY, device=device) < cache.length.expand(n_batch)[:, None]
+    return [each.double().cpu() for each in (*results, *(each.transpose(1, 2)[filled] for each in kept))]
+
+
+def judge_decoded(case: DecodedCase, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Assert the two-times rule for the outputs and for what the cache holds."""
+    truth, readable, judged = (
+        decoded(case, *how) for how in ((torch.float64, False), (dtype, False, device), (dtype, True, device))
+    )
+    assert len(truth) == len(judged) == (5 if case.K else 4)
+    for number, (exact, theirs, mine) in enumerate(zip(truth, readable, judged, strict=True)):
+        error, allowed = (float((other - exact).abs().max()) for other in (mine, theirs))
+        last_place = torch.finfo(dtype).eps * float(exact.abs().max())
         assert error <= 2 * allowed + last_place, (
             f"{number}: {error:.3g} > 2 · {allowed:.3g} + {last_place:.3g}, {case}"
         )

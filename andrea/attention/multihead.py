@@ -7,7 +7,8 @@ B batch, T queries, S keys, H heads, G key/value heads (G divides H), D = d_head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
 from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, shared_by_group
 from andrea.attention.implementations import native
-from andrea.attention.implementations.triton import DTYPES, WIDEST_HEAD, runs_on
-from andrea.attention.mask import Mask
+from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD, runs_on
+from andrea.attention.mask import Causal, Mask, SlidingWindow
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import HeadStatistics, head_statistics
 from andrea.config import MEASURES_HEADS
@@ -38,6 +39,7 @@ from andrea.config import MEASURES_HEADS
 def convolve(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
     """`convolve_readable`, or our kernel where it serves: bf16 on a CPU, from the first token on, in one document."""
     is_served = x.device.type == "cpu" and x.dtype == torch.bfloat16 and before is None and place is None
+    is_served = is_served and not planned_for_card
     is_served = is_served and x.shape[-1] % native.D_STEP == 0 and taps.shape[-1] <= native.MOST_MIXED
     if is_served and native.reason_without_library() is None:
         return native.native_convolution(x, taps.float())
@@ -132,14 +134,37 @@ class Rotation:
         return (x * self.cosine + partner * self.sine).to(x.dtype)
 
 
+planned_for_card = False
+
+
+@contextlib.contextmanager
+def operators_of_a_card() -> Iterator[None]:
+    """For a memory plan: fake tensors on the CPU go through the operators that a GPU has. (Autograd knows no other fake ones
+    where torch is built without CUDA.)"""
+    global planned_for_card
+    planned_for_card = True
+    try:
+        yield
+    finally:
+        planned_for_card = False
+
+
 def one_product_is_faster(x: Tensor) -> bool:
     """Whether to compute queries, keys and values by one product. On a CPU it gains nothing (bench/README.md)."""
-    return x.is_cuda
+    return x.is_cuda or planned_for_card
 
 
 def one_pass_is_faster(x: Tensor) -> bool:
-    """Whether our Triton kernel may prepare queries, keys and values."""
-    return x.is_cuda and runs_on(x.device)
+    """Whether our Triton kernels may prepare queries, keys and values."""
+    return HAS_TRITON if planned_for_card else x.is_cuda and runs_on(x.device)
+
+
+def frozen_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer that holds these very tensors, without gradients."""
+    layer = nn.Linear(*weight.shape[::-1], device="meta", bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -228,7 +253,7 @@ class MultiHeadAttention(nn.Module):
         if qk_norm_weights and qk_norm_epsilon is None:
             raise ValueError("qk_norm_weights=True needs qk_norm_epsilon=…: these are weights of that norm")
         self.d_head = d_model // n_head if d_head is None else d_head
-        self.n_head = n_head
+        self.n_head, self.n_kv_head = n_head, n_kv_head
         d_attended = n_head * self.d_head  # of all heads together
         self.query = nn.Linear(d_model, d_attended, bias)
         self.key = nn.Linear(d_context or d_model, n_kv_head * self.d_head, bias)
@@ -254,8 +279,7 @@ class MultiHeadAttention(nn.Module):
             nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None for _ in ("query", "key")
         )
         self.implementation = implementation
-        # W_Q, W_K and W_V as rows of one matrix, after `put_side_by_side`
-        self.register_buffer("side_by_side", None, persistent=False)
+        self.side_by_side: nn.Module | None = None  # W_Q, W_K and W_V as one layer, after `put_side_by_side`
 
     def forward(
         self,
@@ -292,6 +316,8 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, context: Tensor | None, shared: SharedInputs, cache: LayerCache | None, statistics: bool
     ) -> tuple[Tensor, HeadStatistics | None]:
         """The result of `retrieve`, and the statistics of the heads, which are None if `statistics` is False."""
+        if context is None and not statistics and self.is_decoded_in_one_pass(x, shared, cache):
+            return self.finish(self.decoded(x, shared, cache), None, self.gates(x)), None
         query, key, value, compatibility = self.project(x, context, shared, cache)
         own_value, gate = value, self.gates(x)
         if self.is_exclusive and context is not None:
@@ -318,10 +344,10 @@ class MultiHeadAttention(nn.Module):
         """The heads' gates for x (B, T, d_model): (B, H, T, 1) or (B, H, T, D); None for a layer without gates."""
         return None if self.gate is None else gate_of_logits(self.gate(x), self.n_head)
 
-    def finish(self, retrieved: Tensor, own_value: Tensor, gate: Tensor | None) -> Tensor:
+    def finish(self, retrieved: Tensor, own_value: Tensor | None, gate: Tensor | None) -> Tensor:
         """The weighted sums (B, H, T, D) -> the vectors that W_O is applied to, (B, H, T, D): exclusion, then gates.
 
-        own_value (B, G, T, D): the values of these T tokens. gate: from `gates`.
+        own_value (B, G, T, D): the values of these T tokens, which exclusion needs. gate: from `gates`.
         """
         if self.is_exclusive:
             retrieved = without_own_value(retrieved, own_value, self.exclusive_share)
@@ -373,55 +399,102 @@ class MultiHeadAttention(nn.Module):
         In self-attention on a GPU, one product with the three weights side by side replaces three: it reads x once, and its
         backward pass adds no gradients of x. The weights stay three parameters, so checkpoints do not change.
         """
-        layers = (self.query, self.key, self.value)
-        if context is not None or not one_product_is_faster(x) or not all(map(is_plain, layers)):
+        if context is not None or not one_product_is_faster(x) or not self.has_one_product:
             context = x if context is None else context
             return self.query(x), self.key(context), self.value(context)
-        return self.one_product(x).split([layer.out_features for layer in layers], dim=-1)
+        widths = [self.n_head * self.d_head, *2 * (self.n_kv_head * self.d_head,)]
+        return self.one_product(x).split(widths, dim=-1)
+
+    @property
+    def has_one_product(self) -> bool:
+        return self.side_by_side is not None or all(map(is_plain, (self.query, self.key, self.value)))
 
     def one_product(self, x: Tensor) -> Tensor:
         """x (B, T, d_model) -> queries, keys and values side by side, (B, T, (H + 2 G) D)."""
+        return linear(x, *self.joined_weights()) if self.side_by_side is None else self.side_by_side(x)
+
+    def joined_weights(self) -> tuple[Tensor, Tensor | None]:
         layers = (self.query, self.key, self.value)
         bias = None if self.query.bias is None else torch.cat([layer.bias for layer in layers])
-        weight = torch.cat([layer.weight for layer in layers]) if self.side_by_side is None else self.side_by_side
-        return linear(x, weight, bias)
+        return torch.cat([layer.weight for layer in layers]), bias
 
     @torch.no_grad()
-    def put_side_by_side(self) -> None:
-        """For generation: keep the three weights as one matrix, which `one_product` then need not make for every token."""
-        layers = (self.query, self.key, self.value)
-        self.side_by_side = torch.cat([layer.weight for layer in layers])
-        for layer, rows in zip(layers, self.side_by_side.split([layer.out_features for layer in layers]), strict=True):
-            layer.weight = nn.Parameter(rows, requires_grad=False)  # they share its memory
+    def put_side_by_side(self, make_linear: Callable[[Tensor, Tensor | None], nn.Module] | None = None) -> None:
+        """For generation: keep the three weights as one matrix, which `one_product` then need not make for every token.
+
+        make_linear: makes packed layers of weight and bias. Their method `rows` gives a layer for some of the outputs.
+        """
+        weight, bias = self.joined_weights()
+        widths = [layer.out_features for layer in (self.query, self.key, self.value)]
+        ends = [sum(widths[: n + 1]) for n in range(3)]
+        if make_linear is None:
+            self.side_by_side = frozen_linear(weight, bias)
+            parts = map(frozen_linear, weight.split(widths), 3 * [None] if bias is None else bias.split(widths))
+        else:
+            self.side_by_side = make_linear(weight, bias)
+            parts = (self.side_by_side.rows(end - width, end) for width, end in zip(widths, ends, strict=True))
+        self.query, self.key, self.value = parts  # they share its memory
+
+    def kernels_serve(self, x: Tensor, shared: SharedInputs) -> bool:
+        """What the Triton kernels of `prepared` and `decoded` have in common."""
+        d, lowering = self.d_head, type(self.compatibility)
+        is_served = one_pass_is_faster(x) and self.implementation != "reference" and x.dtype in DTYPES
+        is_served = is_served and 16 <= d <= WIDEST_HEAD and not d & (d - 1) and self.query_norm is None
+        has_inputs = shared.document_place is None and self.value_embedding is None and shared.value_source is None
+        has_inputs = has_inputs and (shared.first_value is None) == (self.value_mix is None)
+        has_inputs = has_inputs and (shared.place is None or isinstance(shared.place, Rotation))
+        return is_served and has_inputs and self.has_one_product and lowering in (ScaledDotProduct, DotProduct)
 
     def is_prepared_in_one_pass(self, x: Tensor, shared: SharedInputs) -> bool:
         """Whether `prepared` serves. It is worth its own operator where there is a convolution (bench/README.md)."""
-        d, place, lowering = self.d_head, shared.place, type(self.compatibility)
-        is_served = one_pass_is_faster(x) and self.implementation != "reference" and x.dtype in DTYPES
-        is_served = is_served and 16 <= d <= WIDEST_HEAD and not d & (d - 1)
-        has_options = self.taps is not None and self.qk_norm_epsilon is not None and self.query_norm is None
-        if has_options:  # the kernels count a sequence's elements in 32 bits, and fewer than 2^16 blocks of 16 tokens
-            n_token = x.shape[1]
-            is_served = is_served and n_token * len(self.taps) * d < 2**31 and n_token < 2**20
-        has_inputs = shared.document_place is None and self.value_embedding is None and shared.value_source is None
-        has_inputs = has_inputs and (shared.first_value is None) == (self.value_mix is None)
-        has_inputs = has_inputs and (place is None or (isinstance(place, Rotation) and place.cosine.ndim == 2))
-        are_plain = all(map(is_plain, (self.query, self.key, self.value)))
-        return is_served and has_options and has_inputs and are_plain and lowering in (ScaledDotProduct, DotProduct)
+        if self.taps is None or self.qk_norm_epsilon is None or not self.kernels_serve(x, shared):
+            return False
+        # the kernels count a sequence's elements in 32 bits, and fewer than 2^16 blocks of 16 tokens
+        n_token = x.shape[1]
+        fits = n_token * len(self.taps) * self.d_head < 2**31 and n_token < 2**20
+        return fits and (shared.place is None or shared.place.cosine.ndim == 2)
 
     def prepared(self, x: Tensor, shared: SharedInputs) -> tuple[Tensor, Tensor, Tensor]:
         """The tensors of `project`, by one Triton kernel each for queries, keys and values (kernels/heads_triton.py)."""
         from andrea.attention.kernels.heads_triton import prepared_heads
 
-        place, first, share = shared.place, None, None
+        first, share = None, None
         if shared.first_value is not None:
             first, share = shared.first_value.transpose(1, 2), torch.sigmoid(self.value_mix.float())
-        scale = self.d_head**-0.5 if type(self.compatibility) is ScaledDotProduct else 1.0
-        turn = (None, None) if place is None else (place.cosine, place.sine)
+        *turn, scale = self.turn_and_scale(shared.place)
         parts = prepared_heads(
             self.one_product(x), self.taps.float(), first, share, *turn, self.n_head, self.qk_norm_epsilon, scale
         )
         return tuple(part.transpose(1, 2) for part in parts)
+
+    def turn_and_scale(self, place: Rotation | None) -> tuple[Tensor | None, Tensor | None, float]:
+        """Cosine and sine of the rotation, and the factor of the queries."""
+        turn = (None, None) if place is None else (place.cosine, place.sine)
+        return *turn, self.d_head**-0.5 if type(self.compatibility) is ScaledDotProduct else 1.0
+
+    def is_decoded_in_one_pass(self, x: Tensor, shared: SharedInputs, cache: LayerCache | None) -> bool:
+        """Whether `decoded` serves: one new token of each sequence, after as many as only the device knows."""
+        if (
+            cache is None
+            or x.shape[1] != 1
+            or not isinstance(cache.length, Tensor)
+            or not self.kernels_serve(x, shared)
+        ):
+            return False
+        if cache.keys.shape[2] * (self.n_head + 2 * self.n_kv_head) * self.d_head >= 2**31:
+            return False  # the kernel counts a sequence's rows in 32 bits
+        changes = self.modifiers is not None or self.sink is not None or self.is_exclusive or shared.packing is not None
+        return not changes and type(self.mask) in (Causal, SlidingWindow)
+
+    def decoded(self, x: Tensor, shared: SharedInputs, cache: LayerCache) -> Tensor:
+        """The weighted sums (B, H, 1, D) for one new token, which the cache gets (kernels/decode_triton.py)."""
+        from andrea.attention.kernels.decode_triton import decoded_heads
+
+        window = self.mask.width if isinstance(self.mask, SlidingWindow) else cache.keys.shape[2]
+        *turn, scale = self.turn_and_scale(shared.place)
+        inputs = self.one_product(x), self.taps, shared.first_value, self.value_mix, *turn
+        rows = cache.keys, cache.values, cache.projected, cache.length
+        return decoded_heads(*inputs, *rows, self.n_head, window, self.qk_norm_epsilon, scale).transpose(1, 2)
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """QK-norm of queries or keys (B, H, T, D). weight: (D,), or None."""

@@ -198,16 +198,82 @@ class GraphedStep:
             return self.step(model, tokens, cache, at)
         if self.recorded[shapes] is None:
             kept = tuple(each.clone() for each in inputs)
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads, such as one that writes a checkpoint, may use the GPU during the recording.
-            with torch.cuda.device(tokens.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                logits = self.step(model, kept[0], cache, *kept[1:])
+            graph, logits = recorded(lambda: self.step(model, kept[0], cache, *kept[1:]), tokens.device)
             self.recorded[shapes] = graph, kept, logits
         graph, kept, logits = self.recorded[shapes]
         for kept_input, each in zip(kept, inputs, strict=True):
             kept_input.copy_(each)
         graph.replay()
         return logits
+
+
+def recorded(function: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """What the function launches, as a CUDA graph, and the memory of its result. Nothing is computed yet."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: other threads, such as one that writes a checkpoint, may use the GPU during the recording.
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = function()
+    return graph, result
+
+
+WIDTH_STEP = 1024  # texts of similar length have one graph
+
+
+class FedBackSteps:
+    """Decoding steps that choose their tokens on the GPU and feed them back: one CUDA graph for all of them.
+
+    The host launches each step before it reads the token of the step before, so the GPU does not wait for it. For B texts of
+    equal length. The readable twin is `Window.next_logits` and `Engine.choose_next`.
+    """
+
+    def __init__(
+        self, model: GPT | PackedGPT, step: Callable, cache: KeyValueCache, width: int, sampling: Sampling
+    ) -> None:
+        """width: the most tokens of a text."""
+        n_text, device = len(cache.keys[0]), cache.keys[0].device
+        self.model, self.step, self.cache, self.sampling = model, step, cache, sampling
+        self.history = torch.zeros(n_text, width, dtype=torch.int64, device=device)
+        self.uniform = torch.zeros(n_text, width, device=device)  # number i chooses token i
+        self.tokens = torch.zeros(n_text, 1, dtype=torch.int64, device=device)  # the last ones
+        self.place = torch.zeros(1, dtype=torch.int64, device=device)  # of the next token
+        self.on_host = [torch.zeros(n_text, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)]
+        self.n_launch, self.graph = 0, None
+
+    def begin(self, history: Tensor, uniform: Tensor, n_token: int) -> None:
+        """Continue texts of n_token tokens, history (B, N), whose cache has all but the last. uniform (B, n): of the next n."""
+        self.history.copy_(history[:, :1].expand_as(self.history))  # padding: a token that is in the text
+        self.history[:, :n_token] = history[:, :n_token]
+        self.uniform[:, n_token : n_token + uniform.shape[1]] = uniform.to(self.uniform.device)
+        self.tokens.copy_(history[:, n_token - 1 : n_token])
+        self.place.fill_(n_token)
+
+    def advance(self) -> Tensor:
+        """One step: the chosen tokens (B,), V where the scores are not finite."""
+        logits = self.step(self.model, self.tokens, self.cache)[:, -1]
+        uniform = self.uniform.index_select(1, self.place)[:, 0]
+        chosen = choose_tokens(logits, self.history, self.sampling, uniform)
+        self.tokens.copy_(chosen.clamp(max=logits.shape[1] - 1)[:, None])
+        self.history.index_copy_(1, self.place, self.tokens)
+        self.place += 1
+        return chosen
+
+    @torch.inference_mode()
+    def launch(self) -> tuple[Tensor, torch.cuda.Event]:
+        """Start a step. Its tokens (B,) are on the host after the event, until the launch after the next one.
+
+        As in GraphedStep, the first step is not recorded, and the second one is.
+        """
+        if self.n_launch == 0:
+            chosen = self.advance()
+        else:
+            self.graph = self.graph or recorded(self.advance, self.tokens.device)
+            graph, chosen = self.graph
+            graph.replay()
+        on_host, arrived = self.on_host[self.n_launch % 2], torch.cuda.Event()
+        on_host.copy_(chosen, non_blocking=True)
+        arrived.record()
+        self.n_launch += 1
+        return on_host, arrived
 
 
 # ----------------------------------------------------------------------------------------------------------- the engine
@@ -359,6 +425,9 @@ class Engine:
         shape = len(texts), ragged, request.lookahead
         window = self.take_window(*shape)
         while not all(text.has_ended for text in texts):
+            if self.feeds_back(window, texts, request):
+                yield from self.fed_back(window, texts, history, request.sampling)
+                continue
             logits, lookaheads = window.next_logits(
                 [text.tokens for text in texts], [text.lookahead(request.lookahead) for text in texts]
             )
@@ -377,6 +446,43 @@ class Engine:
                 growing = [text for text in right if not text.has_ended]
                 place += 1
         self.idle[shape] = window
+
+    def feeds_back(self, window: Window, texts: list[GrowingText], request: Request) -> bool:
+        """Whether `fed_back` serves: on a GPU, for texts of equal length that need one token each and have no lookahead."""
+        is_served = isinstance(self.step, GraphedStep) and not window.ragged and request.lookahead == 0
+        is_served = is_served and not torch.are_deterministic_algorithms_enabled()  # which choose on the CPU
+        return is_served and window.continues(texts[0].tokens) and not any(text.needs_space for text in texts)
+
+    def fed_back(
+        self, window: Window, texts: list[GrowingText], history: Tensor, sampling: Sampling
+    ) -> Iterator[GeneratedToken]:
+        """The next tokens of all texts, until all have ended or the window slides. They are written into history (B, N) too."""
+        n_token = len(texts[0].tokens)
+        in_window = window.model.config.sequence_length - (n_token - window.starts[0]) + 1
+        n_step = min(in_window, max(text.tokens_left for text in texts if not text.has_ended))
+        steps = window.fed_back_steps(self.step.step, history.shape[1], sampling)
+        steps.begin(history, torch.stack([torch.rand(n_step, generator=text.generator) for text in texts]), n_token)
+        window.cache.set_lengths([n_token - 1 - window.starts[0]] * len(texts))
+        following = steps.launch()
+        for left in range(n_step - 1, -1, -1):
+            (on_host, arrived), following = following, steps.launch() if left else None
+            arrived.synchronize()
+            tokens = on_host.tolist()
+            growing = [text for text in texts if not text.has_ended]
+            self.check_finite([tokens[text.sample] for text in growing])
+            for text in texts:
+                if text.has_ended:
+                    text.tokens.append(tokens[text.sample])  # never shown; all texts keep one length
+            for text in growing:
+                yield text.append(tokens[text.sample])
+            if all(text.has_ended for text in texts):
+                break
+        window.read = [len(text.tokens) - 1 for text in texts]
+        history[:, n_token:] = steps.history[:, n_token : history.shape[1]]
+
+    def check_finite(self, tokens: list[int]) -> None:
+        if max(tokens) >= self.tokenizer.n_vocab:  # `draw` returns V if scores are not finite
+            raise UserError("the model's scores of the next token are not finite: its weights are too large or damaged")
 
     def take_window(self, n_text: int, ragged: bool, max_lookahead: int) -> Window:
         """A window for new texts. The idle window is reused if it was made with the same arguments, else released."""
@@ -409,8 +515,7 @@ class Engine:
         seen = history[:, : max(len(text.tokens) for text in texts)]
         chosen = choose_tokens(logits, seen, sampling, uniform.to(self.device))
         tokens, rows = chosen.tolist(), [text.sample for text in growing]
-        if max(tokens[row] for row in rows) >= self.tokenizer.n_vocab:  # `draw` returns V if scores are not finite
-            raise UserError("the model's scores of the next token are not finite: its weights are too large or damaged")
+        self.check_finite([tokens[row] for row in rows])
         history[rows, [len(text.tokens) for text in growing]] = chosen[rows]
         return tokens
 
@@ -448,6 +553,7 @@ class Window:
         self.cache = model.make_cache(n_text, capacity, fixed_shapes=fixed_shapes, ragged=ragged)
         self.device = self.cache.keys[0].device
         self.n_text = n_text
+        self.steps: FedBackSteps | None = None  # of the last texts, whose graph is reused
         self.restart()
 
     def restart(self) -> None:
@@ -484,6 +590,13 @@ class Window:
         logits = (self.step if is_decoding else step)(self.model, batch, self.cache, at)
         self.read = [read + len(row) for read, row in zip(self.read, new, strict=True)]
         return logits, lookaheads
+
+    def fed_back_steps(self, step: Callable, n_token: int, sampling: Sampling) -> FedBackSteps:
+        """For texts of at most n_token tokens."""
+        if self.steps is None or self.steps.sampling != sampling or self.steps.history.shape[1] < n_token:
+            width = -(-n_token // WIDTH_STEP) * WIDTH_STEP
+            self.steps = FedBackSteps(self.model, step, self.cache, width, sampling)
+        return self.steps
 
     def continues(self, text: list[int]) -> bool:
         """Whether one token of the window's only text is unread, and the window does not slide for it."""

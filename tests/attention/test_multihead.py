@@ -336,7 +336,7 @@ def test_weights_side_by_side_are_not_put_together_again(monkeypatch):
     expected = module(x)
     module.put_side_by_side()
     assert {each.weight.untyped_storage().data_ptr() for each in (module.query, module.key, module.value)} == {
-        module.side_by_side.untyped_storage().data_ptr()
+        module.side_by_side.weight.untyped_storage().data_ptr()
     }
     with torch.profiler.profile() as profiled:
         output = module(x)

@@ -13,6 +13,7 @@ from test_engine import ATTENTION, CONFIG, LIKE_GPT2, TOKENIZER, make_model
 from torch import Tensor
 from torch.nn import functional
 
+from andrea.attention import multihead
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packing
 from andrea.generation.engine import Window, step
 from andrea.generation.packing import (
@@ -342,6 +343,26 @@ def test_compiled_decoding_packs_in_8_bits_alone(compiler, monkeypatch):
         assert isinstance(pack(copy.deepcopy(model), bits=8, compiled=True), PackedGPT)
         kernels = compiler or has_onednn(model.embedding.weight)
         assert isinstance(pack(copy.deepcopy(model), bits=None, compiled=False), PackedGPT) == kernels
+
+
+def test_on_a_card_matrices_of_8_bits_have_one_product_for_queries_keys_and_values(monkeypatch):
+    """As plain ones have: the same texts, from modules that share their memory."""
+    model, tokens = make_model(LIKE_GPT2).requires_grad_(False), torch.arange(7)[None]
+    expected = PackedGPT(copy.deepcopy(model), int8=True, native=False)(tokens)
+    for module in (packing, multihead):
+        monkeypatch.setattr(module, "one_product_is_faster", lambda x: True)
+    packed = PackedGPT(model, int8=True, native=False)
+    for block in packed.model.blocks:
+        attention = block.attention
+        storages = {
+            each.weight.untyped_storage().data_ptr() for each in (attention.query, attention.key, attention.value)
+        }
+        assert storages == {attention.side_by_side.weight.untyped_storage().data_ptr()}
+    called = []
+    monkeypatch.setattr(packing.Int8Linear, "forward", lambda self, x: called.append(self) or self.readable(x))
+    assert torch.allclose(packed(tokens), expected, atol=1e-5)
+    for block in packed.model.blocks:
+        assert block.attention.side_by_side in called and block.attention.query not in called
 
 
 def test_memory_is_shared_by_the_stacked_projections_and_their_parts():

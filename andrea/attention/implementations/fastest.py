@@ -25,7 +25,8 @@ WARM_UPS, ROUNDS, QUEUED = 3, 5, 10
 def measure(case: Case, n_batch: int, compiled: bool = False) -> dict[str, float]:
     """Milliseconds of forward and backward pass together, by implementation, fastest first.
 
-    The tensors are random. They have n_batch sequences, and otherwise the shapes, type, device and mask of the case.
+    The tensors are random. They have n_batch sequences, and otherwise the shapes, type, device and mask of the case. Their
+    memory is laid out (B, T, H, D), as a layer's products leave them.
     The compatibility function is the plain dot product, because every other function is lowered to it. Implementations
     that cannot serve the case are left out.
 
@@ -35,7 +36,9 @@ def measure(case: Case, n_batch: int, compiled: bool = False) -> dict[str, float
     """
     shapes = [(n_batch, *each.shape[1:]) for each in (case.query, case.key, case.value)]
     shapes.append((*shapes[0][:-1], case.value.shape[-1]))
-    *leaves, upstream = (torch.randn(shape, dtype=case.query.dtype, device=case.query.device) for shape in shapes)
+    of_tokens = ((n, t, h, d) for n, h, t, d in shapes)
+    drawn = (torch.randn(shape, dtype=case.query.dtype, device=case.query.device) for shape in of_tokens)
+    *leaves, upstream = (each.transpose(1, 2) for each in drawn)
     sink = None if case.sink is None else torch.zeros_like(case.sink).requires_grad_()
     leaves = [leaf.requires_grad_() for leaf in leaves]
     plain = dataclasses.replace(case, compatibility=DotProduct(), statistics=False)

@@ -74,25 +74,27 @@ def kernel_errors() -> tuple[type[Exception], ...]:
 
 
 def run(case: Case) -> Result:
-    from andrea.attention.kernels.attend_triton import fused_attention
+    from andrea.attention.kernels.attend_triton import fused_attention, query_ranges
 
     query, key = case.lowered()
     mask, start = case.mask, case.first_position
     lead, n_query, n_key = query.shape[:-2], query.shape[-2], key.shape[-2]
     causal = isinstance(mask, Causal) and isinstance(start, int)
-    first = stop = None
+    first = stop = ranges = None
     if mask is not None and not causal:
         interval = visible_interval(mask, n_query, n_key, start, query.device)
         assert interval is not None, "a mask without an interval is refused"
         ends = torch.broadcast_tensors(*interval)
         first, stop = (of_heads(end, lead).to(torch.int32).contiguous() for end in ends)
     query, key, value = (each.to(case.product_dtype) for each in (query, key, case.value))
+    tensors = [as_batch_of_heads(each) for each in (query, key, value)]
+    if first is not None and torch.is_grad_enabled():  # here, so that torch.compile computes them once for all layers
+        ranges = query_ranges(tensors[0], tensors[2], first, stop)
     output, *rows = fused_attention(
-        as_batch_of_heads(query),
-        as_batch_of_heads(key),
-        as_batch_of_heads(value),
+        *tensors,
         first,
         stop,
+        ranges,
         causal,
         start if isinstance(start, int) else 0,
         case.softcap or 0.0,

@@ -77,7 +77,8 @@ def tiles_of(width: int, dtype: torch.dtype, capability: int) -> Tuning:
     """Tiles for the padded head width, input type and compute capability (80, 86, 89, 90, 100, 120).
 
     For Hopper and heads of at most 128 in 16 bits, the tiles were the fastest on an H200 at 1,024 keys. The others are the
-    largest that spill no registers, according to bench/kernel_resources.py; no such GPU has measured them yet.
+    largest that spill no registers, according to bench/kernel_resources.py; in fp32, heads of more than 128 spill with all
+    tiles (264 bytes for dK and dV on sm_80). No such GPU has measured them yet.
 
     bench/README.md has what else was compiled in order to overlap products and softmax, and why it is not used.
     """
@@ -407,7 +408,7 @@ def keys_stretch(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dz, lse, delta, dk, dv, first, stop, query_low, query_high, slopes,
+    q, k, v, dz, lse, delta, dk, dv, first, stop, ranges, slopes,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dz_b, dz_h, dz_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     i_b, i_h, i_t, r_b, r_h, r_n,
     H, T, S, start, GROUP, cap,
@@ -435,20 +436,25 @@ def keys_kernel(
             full_low = tl.maximum(tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - start, 0), BLOCK_M) * BLOCK_M, low)
             full_low = tl.minimum(full_low, tl.cdiv(T, BLOCK_M) * BLOCK_M)
         # Keys beyond the last one are zeros. Without a mask their weights are e^-lse, in rows that are not stored.
+        full_high = high
         if MODE == INTERVAL:
-            where = b * r_b + h * r_h + block * r_n
-            low = tl.load(query_low + where) // BLOCK_M * BLOCK_M
-            high = tl.load(query_high + where)
-            full_low = high
+            where = ranges + b * r_b + h * r_h + block * r_n
+            low = tl.load(where) // BLOCK_M * BLOCK_M
+            full_low = tl.cdiv(tl.load(where + 1), BLOCK_M) * BLOCK_M
+            full_high = tl.load(where + 2) // BLOCK_M * BLOCK_M
+            high = tl.load(where + 3)
+            if full_high <= full_low:  # no block of queries sees all keys: one masked loop visits all queries
+                full_low = low
+                full_high = low
         q_head, dz_head = head_of(q, b, h, q_b, q_h, DESCRIPTORS), head_of(dz, b, h, dz_b, dz_h, DESCRIPTORS)
         row = (b * H + h) * T
         interval = (first, stop, i_b, i_h, i_t)
-        bounds = (low, full_low, high)  # every query from full_low on sees every key of the block
-        for part in tl.static_range(1 if MODE == NONE else 0, 1 if MODE == INTERVAL else 2):
+        bounds = (low, full_low, full_high, high)  # the queries between the middle two see every key of the block
+        for part in tl.static_range(1 if MODE == NONE else 0, 3 if MODE == INTERVAL else 2):
             carried = keys_stretch(
                 carried, k_tile, v_tile, q_head, dz_head, lse + row, delta + row, interval, b, h, keys,
                 q_t, dz_t, start, T, S, bounds[part], bounds[part + 1], cap, slope,
-                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, part == 0, PRECISION, DESCRIPTORS,
+                D_QK, D_V, PADDED_QK, PADDED_V, BLOCK_M, MODE, part != 1, PRECISION, DESCRIPTORS,
                 CAPPED, SLOPED,
             )  # fmt: skip
     dk_tile, dv_tile = carried
@@ -581,6 +587,7 @@ def fused_attention(
     value: Tensor,
     first: Tensor | None,
     stop: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     start: int,
     softcap: float,
@@ -592,7 +599,8 @@ def fused_attention(
 
     query (B, H, T, D), key (B, G, S, D) and value (B, G, S, Dv) have the same type. Without `statistics` the largest
     logit and the entropy are empty. If first and stop are given, query i sees the keys first[i] .. stop[i]-1; both are
-    int32, broadcastable to (B, H, T), have equal strides and do not decrease in i. With `causal` query i sees the keys
+    int32, broadcastable to (B, H, T), have equal strides and do not decrease in i; a backward pass then needs `ranges`, from
+    `query_ranges`. With `causal` query i sees the keys
     0 .. start + i, otherwise all keys.
     start: position of the first query. softcap: the cap on scores, or 0. slopes: ALiBi's slopes (H,). sink: the sinks'
     logits (H,). Both are fp32.
@@ -625,7 +633,7 @@ def empty_outputs(query: Tensor, value: Tensor, statistics: bool) -> tuple[Tenso
 
 
 @fused_attention.register_fake
-def _(query, key, value, first, stop, causal, start, softcap, slopes, sink, statistics):
+def _(query, key, value, first, stop, ranges, causal, start, softcap, slopes, sink, statistics):
     return empty_outputs(query, value, statistics)
 
 
@@ -639,6 +647,7 @@ def fused_attention_backward(
     lse: Tensor,
     first: Tensor | None,
     stop: Tensor | None,
+    ranges: Tensor | None,
     causal: bool,
     start: int,
     softcap: float,
@@ -664,13 +673,11 @@ def fused_attention_backward(
 
     if sink is not None:
         d_sink = sink_gradient(sink, lse, delta)
-    low, high, range_strides = (
-        query_ranges(first, stop, n_key, blocks.keys.n) if mode == INTERVAL else (lse, lse, 3 * (0,))
-    )
+    range_strides = 3 * (0,) if ranges is None else ranges.expand(*query.shape[:2], *ranges.shape[2:]).stride()[:3]
     q_source, dz_source, descriptors = described(query, d_output, blocks.keys.m)
     launch(
         keys_kernel, triton.cdiv(n_key, blocks.keys.n) * n_batch * n_group, query,
-        q_source, key, value, dz_source, lse, delta, d_key, d_value, first, stop, low, high, slopes,
+        q_source, key, value, dz_source, lse, delta, d_key, d_value, first, stop, lse if ranges is None else ranges, slopes,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *d_output.stride()[:3],
         *d_key.stride()[:3], *d_value.stride()[:3], *strides, *range_strides,
         n_head, n_query, n_key, start, n_head // n_group, softcap,
@@ -695,17 +702,19 @@ def empty_gradients(
     return *map(like_heads, (query, key, value)), query.new_empty(0 if sink is None else len(sink), dtype=torch.float32)
 
 
-def query_ranges(first: Tensor, stop: Tensor, n_key: int, block: int) -> tuple[Tensor, Tensor, tuple]:
-    """For each block of keys, the range of queries low .. high-1 that may see a key of the block. Returns low, high,
-    (B, H, blocks) each, and their strides."""
-    shape = first.shape
+def query_ranges(query: Tensor, value: Tensor, first: Tensor, stop: Tensor) -> Tensor:
+    """For each block of keys, of the tiles for these tensors, low, full_low, full_high and high, (B or 1, H or 1, blocks, 4) int32:
+    the queries low .. high-1 may see a key of the block, and full_low .. full_high-1 see all of them."""
+    n_key, block = value.shape[-2], tuning(query, value).keys.n
     first, stop = (unexpanded(tensor).contiguous() for tensor in (first, stop))
     begin = torch.arange(0, n_key, block, dtype=torch.int32, device=first.device)
-    begin = begin.expand(*first.shape[:2], -1).contiguous()
-    low = torch.searchsorted(stop, begin, right=True, out_int32=True)  # number of rows with stop <= the block's begin
-    high = torch.searchsorted(first, begin + block, out_int32=True)  # number of rows with first < the block's end
-    low, high = (tensor.expand(*shape[:2], -1) for tensor in (low, high))
-    return low, high, low.stride()
+    end = (begin + block).clamp(max=n_key)
+    keys = torch.cat([begin + 1, end]).expand(*first.shape[:2], -1).contiguous()
+    low, full_low = torch.searchsorted(stop, keys, out_int32=True).chunk(2, -1)  # rows with stop <= begin; stop < end
+    full_high, high = torch.searchsorted(first, keys, out_int32=True).chunk(
+        2, -1
+    )  # rows with first <= begin; first < end
+    return torch.stack([low, full_low, full_high, high], dim=-1)
 
 
 def unexpanded(tensor: Tensor) -> Tensor:
@@ -717,13 +726,13 @@ def unexpanded(tensor: Tensor) -> Tensor:
 
 
 @fused_attention_backward.register_fake
-def _(d_output, query, key, value, output, lse, first, stop, causal, start, softcap, slopes, sink):
+def _(d_output, query, key, value, output, lse, first, stop, ranges, causal, start, softcap, slopes, sink):
     return empty_gradients(query, key, value, sink)
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
-    query, key, value, first, stop, causal, start, softcap, slopes, sink, _ = inputs
-    ctx.save_for_backward(query, key, value, output[0], output[1], first, stop, slopes, sink)
+    query, key, value, first, stop, ranges, causal, start, softcap, slopes, sink, _ = inputs
+    ctx.save_for_backward(query, key, value, output[0], output[1], first, stop, ranges, slopes, sink)
     ctx.options = (causal, start, softcap)
 
 
@@ -732,7 +741,7 @@ def backward(ctx, d_output, *of_statistics):
     *saved, slopes, sink = ctx.saved_tensors
     causal, start, softcap = ctx.options
     *gradients, d_sink = fused_attention_backward(d_output, *saved, causal, start, softcap, slopes, sink)
-    return *gradients, None, None, None, None, None, None, None if sink is None else d_sink, None
+    return *gradients, *7 * (None,), None if sink is None else d_sink, None
 
 
 fused_attention.register_autograd(backward, setup_context=keep_for_backward)

@@ -43,6 +43,7 @@ from andrea.training.objectives.objective import Objective
 # holds one copy of the logits, in the precision of the products. Compiled code holds two; eager code holds five, in
 # fp32.
 LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 28, 1 << 26, 1 << 24
+SHARE_OF_CARD = 1 / 128  # of its memory, at most, for a chunk of the kernel: 2^28 numbers in bf16 on cards of 80 GB
 # With the kernel, the vocabulary is padded and chunks have whole tiles of rows. With an odd number of columns (GPT-2 has
 # 50,257), rows of logits would begin at addresses from which a GPU can read only two bytes at a time.
 VOCABULARY_MULTIPLE, ROW_MULTIPLE = 128, 128
@@ -95,7 +96,8 @@ def cross_entropy_in_chunks(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sum of nats and, with `gradients`, its gradients: of rows (N, d) and, with `of_weight`, of weight (V, d)."""
     in_kernel = uses_kernel(rows)
-    n_logit = LOGITS_IN_KERNEL if in_kernel else LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
+    n_logit = LOGITS_COMPILED if torch.compiler.is_compiling() else LOGITS_EAGER
+    n_logit = logits_in_kernel(rows.device, dtype) if in_kernel else n_logit
     n_vocab = len(weight)
     rows, weight = rows.to(dtype), weight.to(dtype)
     if in_kernel and n_vocab % VOCABULARY_MULTIPLE:  # rows of zeros: the kernel writes gradients of 0 for them
@@ -122,6 +124,15 @@ def cross_entropy_in_chunks(
 
 def uses_kernel(rows: Tensor) -> bool:
     return rows.is_cuda and runs_on(rows.device)
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace torch's function
+def logits_in_kernel(device: torch.device, dtype: torch.dtype) -> int:
+    """A chunk of the kernel: LOGITS_IN_KERNEL, or the power of two that a smaller card has room for."""
+    if device.type != "cuda":
+        return LOGITS_IN_KERNEL
+    room = int(SHARE_OF_CARD * torch.cuda.get_device_properties(device).total_memory) // dtype.itemsize
+    return min(LOGITS_IN_KERNEL, 1 << (room.bit_length() - 1))
 
 
 def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int, multiple: int = 1) -> int:

@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from andrea.attention.multihead import operators_of_a_card
 from andrea.config import AttentionConfig, ModelConfig, RunConfig, UserError
 from andrea.model.gpt import GPT
 from andrea.model.size import END_OF_TEXT, flops_per_token
@@ -116,7 +118,7 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     compiled = choose_compile(config.compile, placement.device, flops_of_run(config, n_vocab)).value != "off"
     # On a GPU our kernel measures the heads without materialising the scores.
     observing, recompute = on_cpu and attention.qk_clip is not None, config.train.activation_checkpointing
-    how = precision, recompute, observing, placement.sharded
+    how = precision, recompute, observing, placement.sharded, placement.device.type == "cuda"
     activations = pass_bytes(config.model, attention, n_vocab, micro_batch, *how)
     if n_teacher:
         activations += DISTILLATION_COPIES * 4 * micro_batch * config.model.sequence_length * n_vocab
@@ -187,6 +189,7 @@ def pass_bytes(
     recompute: bool,
     observing: bool,
     sharded: bool,
+    on_card: bool,
 ) -> int:
     """The peak memory of the forward and backward pass of one micro-batch, without weights and gradients.
 
@@ -194,10 +197,10 @@ def pass_bytes(
     backward pass, several copies of a chunk of logits, the gradients of the loss, and weights in low precision under
     autocast.
     observing: the readable implementation measures each head, and materialises its scores. sharded: the blocks'
-    matrices are in low precision.
+    matrices are in low precision. on_card: with the operators of a GPU.
     """
     dtype = DTYPES[precision]
-    with FakeTensorMode():
+    with FakeTensorMode(), operators_of_a_card() if on_card else nullcontext():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
         if sharded:
             for module in model.blocks.modules():

@@ -19,6 +19,25 @@ def test_it_times_forward_and_backward_of_those_that_serve_the_case_fastest_firs
     assert list(fastest.measure(case, 3).items()) == [("sdpa", 1.0), ("triton", 2.0), ("reference", 3.0)]
 
 
+def test_the_tensors_lie_in_memory_as_those_of_a_layer(monkeypatch):
+    """(B, T, H, D), and so does the gradient: a kernel may be slower there than where a head's rows are next to each other."""
+    strides, own = [], fastest.attend
+
+    def recorded(query, key, value, **how):
+        strides.extend(each.stride() for each in (query, key, value))
+        output = own(query, key, value, **how)
+        output.register_hook(lambda gradient: strides.append(gradient.stride()))
+        return output
+
+    monkeypatch.setattr(fastest, "CANDIDATES", ("sdpa",))
+    monkeypatch.setattr(fastest, "attend", recorded)
+    monkeypatch.setattr(fastest, "median_milliseconds", lambda run: (run(), 1.0)[1])
+    query, key = torch.zeros(1, 4, 7, 16), torch.zeros(1, 2, 7, 16)
+    fastest.measure(Case(query, key, key, DotProduct(), causal()), 3)
+    of_heads = {n_head: (7 * n_head * 16, 16, n_head * 16, 1) for n_head in (4, 2)}
+    assert strides == [of_heads[4], of_heads[2], of_heads[2], of_heads[4]]
+
+
 def test_an_implementation_without_a_kernel_for_the_case_is_left_out(monkeypatch):
     def missing(run):
         raise RuntimeError("No available kernel")

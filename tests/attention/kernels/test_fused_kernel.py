@@ -17,6 +17,7 @@ from andrea.attention import (
     packed_documents,
 )
 from andrea.attention.implementations import triton as path
+from andrea.attention.mask import visible_interval, visible_keys
 
 pytestmark = pytest.mark.untraced
 
@@ -95,6 +96,13 @@ def test_many_small_tiles(mask, monkeypatch):
     judge(Case(1, 2, 2, 19, 83, 16, 16, mask), "triton")
 
 
+@pytest.mark.parametrize("mask", ["wide window", "long documents"])
+def test_blocks_that_are_seen_whole_lie_between_blocks_with_a_mask(mask, monkeypatch):
+    blocks = fused.Blocks(16, 16, 4, 1)
+    monkeypatch.setattr(fused, "tuning", lambda *tensors: fused.Tuning(blocks, blocks, blocks))
+    judge(Case(1, 2, 1, 131, 131, 16, 16, mask), "triton")
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
@@ -170,7 +178,8 @@ def test_the_operator_obeys_torchs_rules(mask, statistics):
         position = torch.arange(13)
         first, stop = (end.expand(2, 1, 13).int().contiguous() for end in (position // 5 * 5, position + 1))
     scoring = (2.5, alibi_slopes(4), torch.randn(4, requires_grad=True)) if statistics else (0.0, None, None)
-    arguments = (query, key, value, first, stop, first is None, 0, *scoring, statistics)
+    ranges = None if first is None else fused.query_ranges(query, value, first, stop)
+    arguments = (query, key, value, first, stop, ranges, first is None, 0, *scoring, statistics)
     torch.library.opcheck(fused.fused_attention, arguments)
 
 
@@ -254,6 +263,27 @@ def test_blocks_that_nobody_sees_are_not_visited(monkeypatch):
     key[..., :192, :] = value[..., :192, :] = torch.nan  # three documents before the one of the queries
     output = attend(query, key, value, mask=causal() & packed_documents(documents[None, None]), implementation="triton")
     assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", ["documents", "window", "causal & documents", "window & documents & padding"])
+def test_the_ranges_of_queries_are_those_that_see_a_key_and_those_that_see_all(mask, monkeypatch):
+    """Between the two, the kernel for dK and dV masks; elsewhere it computes nothing, or without a mask."""
+    blocks = fused.Blocks(16, 2, 4, 1)
+    monkeypatch.setattr(fused, "tuning", lambda *tensors: fused.Tuning(blocks, blocks, blocks))
+    case = Case(3, 4, 2, 149, 149, 16, 16, mask)
+    query, _, value, _ = case.inputs(torch.float32)
+    ends = torch.broadcast_tensors(*visible_interval(case.made_mask(), 149, 149, 0, torch.device("cpu")))
+    first, stop = (end.expand(3, 1, 149).int().contiguous() for end in ends)
+    seen = visible_keys(case.made_mask(), 149, 149, 0, torch.device("cpu")).expand(3, 1, 149, 149)
+    ranges, block = fused.query_ranges(query, value, first, stop), fused.tuning(query, value).keys.n
+    row, found = torch.arange(149), 0
+    for number, of_block in enumerate(ranges.unbind(2)):
+        keys = seen[..., number * block : (number + 1) * block]
+        low, full_low, full_high, high = (each[..., None] for each in of_block.unbind(-1))
+        assert not (keys.any(-1) & ((row < low) | (row >= high))).any()
+        assert torch.equal(keys.all(-1), (row >= full_low) & (row < full_high))
+        found += int(keys.all(-1).sum())
+    assert found
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ def test_the_other_modes_a_padded_width_and_fp32_compile(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_kernels_of_a_decoded_token_spill_nothing(tmp_path):
+    rows = compiled(tmp_path, "--decoding", "--widths", "64", "128", "--types", "bf16", "--targets", "80", "90", "100")
+    assert len(rows) == 2 * 2 * 3 and all(row["spilled_bytes"] == 0 and row["occupancy"] >= 2 for row in rows), rows
+
+
+@pytest.mark.slow
 def test_the_kernels_compile_for_amd(tmp_path):
     rows = compiled(tmp_path, "--widths", "64", "--types", "bf16", "--targets", "gfx942")
     assert len(rows) == 4 and all(row["products_in_code"] > 0 for row in rows), rows

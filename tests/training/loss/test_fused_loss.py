@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -270,6 +271,16 @@ def test_the_fewer_copies_of_the_logits_the_larger_a_chunk() -> None:
     limits = [LOGITS[f"LOGITS_{way}"] for way in ("EAGER", "COMPILED", "IN_KERNEL")]
     rows = [fused.rows_in_chunk(1 << 14, 1 << 16, limit) for limit in limits]
     assert 1 < rows[0] < rows[1] < rows[2] < 1 << 14
+
+
+@pytest.mark.parametrize(("gib", "dtype", "power"), [(141, "bfloat16", 28), (80, "bfloat16", 28), (79, "float32", 27),
+                                                     (24, "bfloat16", 26), (8, "bfloat16", 25)])  # fmt: skip
+def test_a_small_card_has_small_chunks(gib: int, dtype: str, power: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = lambda device: SimpleNamespace(total_memory=gib << 30)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(fused, "LOGITS_IN_KERNEL", LOGITS["LOGITS_IN_KERNEL"])
+    assert fused.logits_in_kernel(torch.device("cuda"), getattr(torch, dtype)) == 1 << power
+    assert fused.logits_in_kernel(torch.device("cpu"), torch.bfloat16) == LOGITS["LOGITS_IN_KERNEL"]
 
 
 def test_a_chunk_has_at_most_as_many_logits_as_are_allowed(monkeypatch) -> None:

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from andrea.api.command_line import configure
+from andrea.attention import multihead
 from andrea.config import RunConfig
 from andrea.training.planning.dry_run import describe, on_cards
 from andrea.training.planning.length import planned_vocabulary
@@ -21,6 +23,7 @@ from andrea.training.planning.memory import (
     Placement,
     memory_of,
     micro_batches_that_fit,
+    pass_bytes,
     sharing_that_fits,
 )
 
@@ -70,10 +73,9 @@ def test_between_two_counts_the_plan_is_not_below_a_count_of_its_own(n_sequence:
 
 def test_on_a_cpu_python_and_libraries_count_and_a_pass_is_kept_short() -> None:
     run = tiny_run("compile=off")
-    on_cpu = memory_of(run, V, 3, CPU)
-    assert on_cpu.python_and_libraries > 0 and on_cpu.total - on_cpu.python_and_libraries - on_cpu.evaluation == total(
-        run, 3
-    )
+    on_cpu, on_card = (memory_of(run, V, 3, place) for place in (CPU, ON_CARD))
+    other = on_cpu.python_and_libraries + on_cpu.evaluation + on_cpu.activations - on_card.activations
+    assert on_cpu.python_and_libraries > 0 and on_cpu.total == on_card.total + other
     compiled = memory_of(tiny_run("compile=on"), V, 3, CPU)
     assert compiled.python_and_libraries > on_cpu.python_and_libraries
     long = configure(RunConfig, "train", ["train.tokens_per_step=1048576"])
@@ -92,6 +94,31 @@ def test_ranks_hold_the_whole_model_where_it_fits_beside_a_sequence(ranks: int, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_card", [True, False])
+def test_a_plan_is_counted_with_the_operators_of_its_device(on_card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not this machine could compile the convolution for CPUs: a card has an operator of its own."""
+    heads = pytest.importorskip("andrea.attention.kernels.heads_triton")
+    called: list[str] = []
+
+    def of_card(*inputs):
+        called.append("card")
+        return own(*inputs)
+
+    def of_cpu(x: Tensor, taps: Tensor) -> Tensor:
+        called.append("cpu")
+        return x.clone()
+
+    own = heads.prepared_heads
+    monkeypatch.setattr(heads, "prepared_heads", of_card)
+    monkeypatch.setattr(multihead.native, "native_convolution", of_cpu)
+    monkeypatch.setattr(multihead.native, "reason_without_library", lambda: None)
+    run = tiny_run("model.d_head=16", "model.d_model=48", "precision=bf16")
+    pass_bytes.cache_clear()
+    memory_of(run, V, 2, Placement(CARD if on_card else torch.device("cpu"), "bf16"))
+    pass_bytes.cache_clear()
+    assert set(called) == {"card" if on_card else "cpu"} and not multihead.planned_for_card
+
+
 def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> None:
     run = configure(RunConfig, "train", ["model=andrea-2b", "tokenizer=gpt2", "train.micro_batch=1"])
     lines = {line[:WIDTH].strip(): line[WIDTH:] for line in describe(run).splitlines()}
