@@ -348,10 +348,10 @@ def test_compiled_decoding_packs_in_8_bits_alone(compiler, monkeypatch):
 def test_on_a_card_matrices_of_8_bits_have_one_product_for_queries_keys_and_values(monkeypatch):
     """As plain ones have: the same texts, from modules that share their memory."""
     model, tokens = make_model(LIKE_GPT2).requires_grad_(False), torch.arange(7)[None]
-    expected = PackedGPT(copy.deepcopy(model), int8=True, native=False)(tokens)
+    expected = PackedGPT(copy.deepcopy(model), bits=8, native=False)(tokens)
     for module in (packing, multihead):
         monkeypatch.setattr(module, "one_product_is_faster", lambda x: True)
-    packed = PackedGPT(model, int8=True, native=False)
+    packed = PackedGPT(model, bits=8, native=False)
     for block in packed.model.blocks:
         attention = block.attention
         storages = {
