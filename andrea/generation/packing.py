@@ -605,7 +605,7 @@ class PackedGPT:
         for block in model.blocks:
             if native and NativeAttention.serves(block.attention):
                 block.attention = NativeAttention(block.attention, model.position, make_linear)
-            elif bits is not None and one_product_is_faster(block.attention.query.weight):
+            elif bits and one_product_is_faster(block.attention.query.weight):
                 block.attention.put_side_by_side(make_linear)
         replace_parts(model, nn.Linear, lambda linear: make_linear(linear.weight, linear.bias))
         if native:
