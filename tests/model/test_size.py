@@ -208,6 +208,12 @@ def test_muons_temporaries_are_what_the_allocator_really_hands_out(precision, ml
     assert planned >= 0.95 * real
 
 
+def side_by_side(config) -> int:
+    """The weights of queries, keys and values of all layers."""
+    attentions = [block.attention for block in GPT(config, ATTENTION, V).blocks]
+    return sum(layer.weight.numel() for each in attentions for layer in (each.query, each.key, each.value))
+
+
 def test_activations_grow_with_the_batch_and_shrink_with_precision_and_with_recomputation():
     tiny = replace(TINY, bigram_rows=None)  # the gradient of its table would be most of the memory, whatever the batch
 
@@ -216,7 +222,10 @@ def test_activations_grow_with_the_batch_and_shrink_with_precision_and_with_reco
             tiny, ATTENTION, V, micro_batch=micro_batch, precision=precision, optimizer="muon", recompute=recompute
         ).activations
 
-    assert activations(4, "fp32") == pytest.approx(4 * activations(1, "fp32"), rel=0.05)
+    one, two, four = (activations(n, "fp32") for n in (1, 2, 4))
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)
+    # What no sequence adds to: W_Q, W_K and W_V side by side in each layer, as a card multiplies them.
+    assert 0 <= 2 * one - two <= 1.05 * 4 * side_by_side(tiny)
     assert activations(4, "bf16") < activations(4, "fp32")
     assert activations(4, "fp16") < activations(4, "fp32")
     assert activations(4, "fp32", recompute=True) < activations(4, "fp32")
@@ -274,4 +283,5 @@ def test_a_share_of_what_is_kept_and_a_few_whole_blocks():
     assert share.gathered_model == 4 * (total + config.d_model * config.d_mlp) and whole.gathered_model == 0
     assert whole.gathered == 0
     copies = 2 * sum(p.numel() for p in GPT(config, ATTENTION, V).blocks.parameters() if p.dim() == 2)
+    copies -= 2 * side_by_side(config)  # which are put together in either case
     assert share.activations == pytest.approx(whole.activations - copies, rel=0.01)  # they come in bf16
