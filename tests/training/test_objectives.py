@@ -365,7 +365,8 @@ def test_two_ranks_equal_one(kind: str, sharing: str, place: Path) -> None:
         for key, value in row.items():
             if isinstance(value, float):
                 is_of_loss = key.startswith(("train/", "val/")) and key != "val/bpb"
-                written = 1e-3 if key.startswith("attention/") else 1e-5  # a head's score is written with three digits
+                # A head's score is written with three digits.
+                written = 1.5e-3 if key.startswith("attention/") else 1e-5
                 close = pytest.approx(its[key], rel=1e-4 if is_of_loss else 2e-2, abs=written)
                 assert value == close, (key, row["step"])
 

@@ -111,8 +111,8 @@ def test_a_plan_is_counted_with_the_operators_of_its_device(on_card: bool, monke
     own = heads.prepared_heads
     monkeypatch.setattr(heads, "prepared_heads", of_card)
     monkeypatch.setattr(multihead.native, "native_convolution", of_cpu)
-    monkeypatch.setattr(multihead.native, "reason_without_library", lambda: None)
-    run = tiny_run("model.d_head=16", "model.d_model=48", "precision=bf16")
+    monkeypatch.setattr(multihead.native, "reason_without_library", lambda *dtype: None)
+    run = tiny_run("model.d_head=16", "precision=bf16")
     pass_bytes.cache_clear()
     memory_of(run, V, 2, Placement(CARD if on_card else torch.device("cpu"), "bf16"))
     pass_bytes.cache_clear()
