@@ -34,7 +34,7 @@ from andrea.attention import (
     packed_documents,
     sliding_window,
 )
-from andrea.attention.compatibility import shared_by_group
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.model.gpt import RotaryPosition
 
 STATISTICS = ("log_sum_exp", "largest_logit", "entropy_nats")
@@ -171,7 +171,7 @@ def errors_of(
         largest, kept_in = exact[finite].abs().max(), torch.float32 if name in in_fp32 else case.dtype
         if name in ("d_query", "d_key"):
             *_, value, upstream = case.inputs(torch.float64)
-            largest = (upstream.abs() @ shared_by_group(value, upstream).abs().mT).max()
+            largest = (upstream.abs() @ repeated_for_query_heads(value, upstream).abs().mT).max()
         if name in (*MASSES, "sink_mass"):  # e^(s - lse): as exact as a score and its log-sum-exp are
             largest = 4 * max(1, truth["log_sum_exp"].nan_to_num(neginf=0).abs().max())
         if name == "entropy_nats":  # of one key it is 0, from logarithms and sums of numbers near 1

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
@@ -263,7 +264,7 @@ def check_own(name: str, kind: type[Compatibility], arguments: tuple, n_head: in
         function = kind(**dict(arguments)).eval()
         function.initialise(generator)
         for _ in range(2):
-            scores = function.scores(query, shared_by_group(key, query))
+            scores = function.scores(query, repeated_for_query_heads(key, query))
             check_shape(name, "scores", scores, (2, n_head, 3, 5), f"(…, {n_head} heads, queries, keys)")
             if function.lowers:
                 check_same(name, scores, dot_products(name, function.lower(query, key), query, key))
@@ -279,7 +280,7 @@ def dot_products(name: str, lowered: tuple[Tensor, Tensor], query: Tensor, key: 
     for part, result, given in zip(("query", "key"), lowered, (query, key), strict=True):
         *leading, n_row, _ = given.shape
         check_shape(name, f"lower's {part}", result, (*leading, n_row, width), f"those of its {part}, of one width")
-    return lowered[0] @ shared_by_group(lowered[1], query).mT
+    return lowered[0] @ repeated_for_query_heads(lowered[1], query).mT
 
 
 def check_shape(name: str, what: str, result: object, expected: tuple[int, ...], words: str) -> None:
@@ -370,16 +371,6 @@ def refusal_of_triton(case: Case) -> str | None:
     if case.alibi and not isinstance(case.first_position, int):
         return "ALiBi's distances need the position of the first query as an int, and it is a tensor here"
     return None
-
-
-def shared_by_group(keys: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys (..., G, S, d) to (..., H, S, d) for query (..., H, T, d): query head h reads key head h // (H / G).
-
-    Each of the G key/value heads serves H / G query heads (Ainslie et al. 2023, arXiv 2305.13245).
-    """
-    if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
-        return keys
-    return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)
 
 
 # ------------------------------------------------------------------------------------------------------ for our kernels

@@ -17,7 +17,8 @@ from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, shared_by_group
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.implementations import native
 from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD, runs_on
 from andrea.attention.mask import Causal, Mask, SlidingWindow
@@ -92,7 +93,7 @@ def without_own_value(retrieved: Tensor, own_value: Tensor, share: Tensor | None
     tensor([0., 5.])
     """
     dtype = torch.promote_types(retrieved.dtype, torch.float32)
-    z, v = retrieved.to(dtype), shared_by_group(own_value, retrieved).to(dtype)
+    z, v = retrieved.to(dtype), repeated_for_query_heads(own_value, retrieved).to(dtype)
     along = (z * v).sum(-1, keepdim=True) / (v.square().sum(-1, keepdim=True) + OWN_VALUE_EPSILON)
     if share is not None:
         along = along * share.to(dtype)[:, None, None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from andrea.generation.engine import Engine, GeneratedToken, GraphedStep, GrowingText, Request, Window, padded_history
-from andrea.generation.packing import PackedGPT
+from andrea.generation.packed_weights import PackedGPT
 from andrea.generation.sampling import choose_tokens
 
 MOST_READS = 4  # windows that are read, one in a step, while the texts that need none wait

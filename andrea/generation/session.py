@@ -18,7 +18,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
-from andrea.generation.packing import SOURCE, is_built_in, library
+from andrea.generation.packed_weights import SOURCE, is_built_in, library
 from andrea.generation.prompt import last_tokens, read_prompt, read_prompts
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT

@@ -28,7 +28,7 @@ from andrea.checkpoint.folder import read_small_json
 from andrea.checkpoint.model import load_results
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
-from andrea.interop.hugging_face.classes import TOLERANCE, renamed
+from andrea.interop.architectures import TOLERANCE, renamed
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
 from andrea.interop.importing.families import TRANSPOSED
 from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object

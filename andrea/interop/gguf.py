@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import UserError
-from andrea.interop.hugging_face.classes import (
+from andrea.interop.architectures import (
     GGUF_NAMES,
     NO_ROTATION,
     TOLERANCE,

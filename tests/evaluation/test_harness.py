@@ -17,7 +17,7 @@ from exportable import BLOCKS_OF_32, NANO, make_trained, write_trained
 
 from andrea.config import UserError
 from andrea.evaluation.scoring import load_subject
-from andrea.interop.hugging_face.classes import choose_class
+from andrea.interop.architectures import choose_class
 from andrea.interop.hugging_face.target import write_folder
 from andrea.runtime.program import module_environment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import test_packing
+import test_packed_weights
 import torch
 from head_options import ALL_KINDS, SCORES
 from test_engine import TOKENIZER, make_model
@@ -14,7 +14,9 @@ from andrea.generation import Engine, GeneratedToken, Request, Sampling
 from andrea.generation.batching import MOST_READS, Batch, BatchedText
 from andrea.generation.session import BITS
 
-CONFIGS = {name: dataclasses.replace(config, sequence_length=19) for name, config in test_packing.CONFIGS.items()}
+CONFIGS = {
+    name: dataclasses.replace(config, sequence_length=19) for name, config in test_packed_weights.CONFIGS.items()
+}
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0),
@@ -55,7 +57,7 @@ def arrivals_of(n_text: int, seed: int) -> list[tuple[int, list[int], Request]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4", "the model itself"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_texts_that_join_and_leave_are_those_written_alone(name, precision):
-    model = make_model(CONFIGS[name], test_packing.ATTENTIONS[name])
+    model = make_model(CONFIGS[name], test_packed_weights.ATTENTIONS[name])
     dtype = {"fp32": torch.float32, "the model itself": None}.get(precision, torch.bfloat16)
     engine = Engine(model, TOKENIZER, dtype=dtype, bits=BITS.get(precision))
     assert Batch(engine, 1).is_joint == (dtype is not None and CONFIGS[name].norm == "rmsnorm")
@@ -79,7 +81,7 @@ def test_every_size_of_batch_and_number_of_threads_gives_the_same_numbers(n_text
 @pytest.mark.parametrize("name", ["andrea", "convolution", "swiglu", ALL_KINDS, "value projections", SCORES])
 def test_log_probabilities_are_the_same_to_the_last_bit_in_every_size_of_batch(name, precision):
     """Texts would hide a difference in the last bits."""
-    model = make_model(CONFIGS[name], test_packing.ATTENTIONS[name])
+    model = make_model(CONFIGS[name], test_packed_weights.ATTENTIONS[name])
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     engine = Engine(model, TOKENIZER, dtype=dtype, bits=BITS.get(precision))
     found = []

@@ -1,4 +1,4 @@
-"""The decoding kernels as other processors run them: the tests of test_packing.py once more.
+"""The decoding kernels as other processors run them: the tests of test_packed_weights.py once more.
 
 The compiler is told to leave out instructions of this processor: vectors of 4 numbers, as NEON's; AVX2 alone; AVX512 without
 products of bf16.
@@ -10,7 +10,7 @@ import platform
 
 import pytest
 import torch
-from test_packing import (  # noqa: F401 (collected here too)
+from test_packed_weights import (  # noqa: F401 (collected here too)
     forget,
     test_int4_linear,
     test_int8_linear,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from andrea.generation.packing import SOURCE
+from andrea.generation.packed_weights import SOURCE
 from andrea.runtime.native import FLAGS, NATIVE
 
 TWINS = Path(__file__).with_name("decode_twins.cpp")
@@ -43,7 +43,7 @@ def test_the_kernels_for_arm_err_no_more_than_their_roundings(compiler, processo
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 @pytest.mark.parametrize("width", ["-march=native", "-mno-avx"])
 def test_here_they_do_not_either(width, tmp_path):
-    """The twins themselves: on this processor the kernels are judged by test_packing.py as well."""
+    """The twins themselves: on this processor the kernels are judged by test_packed_weights.py as well."""
     if width == "-mno-avx" and platform.machine() != "x86_64":
         pytest.skip("needs x86-64")
     assert "block" in run_twins(tmp_path, ["g++", "-fopenmp", width], [])

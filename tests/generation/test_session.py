@@ -17,7 +17,7 @@ from tiny_checkpoint import make_model, write_model
 
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
-from andrea.generation.packing import library
+from andrea.generation.packed_weights import library
 from andrea.generation.prompt import read_prompt
 from andrea.generation.session import check_device_offers, decoding_dtype, sample
 from andrea.runtime.native import compiled_library

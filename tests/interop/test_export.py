@@ -16,7 +16,7 @@ from andrea.__main__ import main
 from andrea.checkpoint import read_checkpoint, write_checkpoint
 from andrea.interop import export as export_module
 from andrea.interop import proof
-from andrea.interop.hugging_face.classes import weights_of
+from andrea.interop.architectures import weights_of
 from andrea.interop.hugging_face.target import HuggingFace
 from andrea.text.tokenizer import train_bpe
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exportable import BLOCKS_OF_32, NANO, make_trained, tokens_of
 
-from andrea.interop.hugging_face.classes import REMOTE_CODE
+from andrea.interop.architectures import REMOTE_CODE
 from andrea.interop.hugging_face.target import write_folder
 
 transformers = pytest.importorskip("transformers", minversion="5.10")

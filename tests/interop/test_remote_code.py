@@ -9,7 +9,7 @@ import pytest
 import torch
 from exportable import LAYERNORM, NANO, T, Trained, logits_of, make_trained, tokens_of
 
-from andrea.interop.hugging_face.classes import REMOTE_CODE, choose_class
+from andrea.interop.architectures import REMOTE_CODE, choose_class
 from andrea.interop.hugging_face.target import write_folder
 
 transformers = pytest.importorskip("transformers", minversion="5.10")

@@ -11,7 +11,7 @@ import torch
 from exportable import BLOCKS_OF_32, LAYERNORM, NANO, Trained, logits_of, make_trained, tokens_of
 
 from andrea.insight.lens.trace import trace_layers
-from andrea.interop.hugging_face.classes import choose_class
+from andrea.interop.architectures import choose_class
 from andrea.interop.hugging_face.target import write_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

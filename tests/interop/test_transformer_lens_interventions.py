@@ -13,7 +13,7 @@ from torch import Tensor
 from andrea.insight.lens.attribution import logit_parts, parts_of, written_parts
 from andrea.insight.lens.interventions import ablate_heads, patch_all
 from andrea.insight.lens.trace import LayerTrace, logit_lens, trace_layers
-from andrea.interop.hugging_face.classes import choose_class
+from andrea.interop.architectures import choose_class
 from andrea.interop.hugging_face.target import write_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Case, Compatibility, Result, shared_by_group
+from andrea.attention.compatibility import Case, Compatibility, Result
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.mask import Mask, positions, visible_keys
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import statistics_of_scores
@@ -59,7 +60,7 @@ def attend_reference(
     query that sees no key gets an output of zeros. start: position of the first query among the keys.
     scores_of: computes the scores in place of `compatibility.scores`. modifiers, sink: as in `Case`.
     """
-    key, value = shared_by_group(key, query), shared_by_group(value, query)
+    key, value = repeated_for_query_heads(key, query), repeated_for_query_heads(value, query)
     # torch.compile cannot tell in torch 2.11 whether a partial is true.
     scores = (compatibility.scores if scores_of is None else scores_of)(query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -11,7 +11,8 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Case, Result, as_batch_of_heads, refusal_of_triton, shared_by_group
+from andrea.attention.compatibility import Case, Result, as_batch_of_heads, refusal_of_triton
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.mask import Causal, positions, visible_interval
 from andrea.attention.modifiers import alibi_slopes
 from andrea.attention.statistics import AttentionStatistics, sees, sink_mass_of
@@ -117,7 +118,7 @@ def statistics_of(
     query (..., H, T, d) and key (..., G, S, d) are lowered.
     """
     mask, start, n_query, n_key = case.mask, case.first_position, query.shape[-2], key.shape[-2]
-    key, position = shared_by_group(key, query), positions(n_query, start, query.device)
+    key, position = repeated_for_query_heads(key, query), positions(n_query, start, query.device)
     previous = (position - 1).clamp(0, n_key - 1)
 
     def mass(of_key: Tensor, key_position: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from andrea.attention import Additive, MultiHeadAttention, SharedInputs, attend_reference
-from andrea.attention.compatibility import Compatibility, shared_by_group
+from andrea.attention.compatibility import Compatibility
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.implementations.chunked import additive_scores
 from andrea.attention.implementations.reference import Intermediates
 from andrea.model.gpt import GPT, Block
@@ -71,17 +72,17 @@ def trace_block(block: Block, x: Tensor, shared: SharedInputs) -> LayerTrace:
     gate = attention.gates(normed)
     written = attention.finish(attended.output, value, gate)
     if type(compatibility) is Additive:
-        query, key = compatibility.transformed(query, shared_by_group(key, query))
+        query, key = compatibility.transformed(query, repeated_for_query_heads(key, query))
     elif not compatibility.lowers:
-        query = compatibility.scores(query, shared_by_group(key, query)).float()
+        query = compatibility.scores(query, repeated_for_query_heads(key, query)).float()
         key = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand_as(query)
     return LayerTrace(
         before=x,
         query=query,
-        key=shared_by_group(key, query),
-        value=shared_by_group(value, query),
+        key=repeated_for_query_heads(key, query),
+        value=repeated_for_query_heads(value, query),
         value_parts={
-            name: shared_by_group(part, query) for name, part in value_parts(attention, normed, shared).items()
+            name: repeated_for_query_heads(part, query) for name, part in value_parts(attention, normed, shared).items()
         },
         scores=attended.scores,
         weights=attended.weights,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
-from andrea.interop.hugging_face.classes import NO_ROTATION, SCALING, renamed
+from andrea.interop.architectures import NO_ROTATION, SCALING, renamed
 from andrea.model.gpt import GPT
 
 RECIPE_STEPS, RECIPE_TOKENS = 1000, 1 << 16  # of fine-tuning with train.steps=auto; nothing in the file says

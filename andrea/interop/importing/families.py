@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from andrea.config import AttentionConfig, ModelConfig, UserError, nearest
-from andrea.interop.hugging_face.classes import ACTIVATIONS, GPT2_NAMES, GPT_NEOX_NAMES, LLAMA_NAMES, REMOTE_SETTINGS
+from andrea.interop.architectures import ACTIVATIONS, GPT2_NAMES, GPT_NEOX_NAMES, LLAMA_NAMES, REMOTE_SETTINGS
 from andrea.interop.importing.config_json import Settings, configs, one_or_all, own_head_width
 
 Configs = tuple[ModelConfig, AttentionConfig]

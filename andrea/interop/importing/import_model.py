@@ -18,8 +18,8 @@ from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.adapters import base_of, is_adapter, with_adapter
+from andrea.interop.architectures import GPT2_NAMES
 from andrea.interop.export import PROOF_FAILED, load_trained, publish
-from andrea.interop.hugging_face.classes import GPT2_NAMES
 from andrea.interop.hugging_face.target import LoadedByTransformers
 from andrea.interop.importing.config_json import Settings, under_our_names, with_zero_biases
 from andrea.interop.importing.families import Configs, family_of, nanogpt_configs, nanogpt_weights

@@ -16,7 +16,7 @@ from torch.nn import functional
 from andrea.attention import multihead
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packing
 from andrea.generation.engine import Window, step
-from andrea.generation.packing import (
+from andrea.generation.packed_weights import (
     FEW_ROWS,
     GROUP,
     Int4Linear,
@@ -195,7 +195,7 @@ def test_the_largest_sums_fit_in_4_bits(n_in):
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_rows_in_bf16(bias, multiplies, monkeypatch):
     """torch's product, and that of fp32 rounded once, where the processor does not multiply in bf16."""
-    monkeypatch.setattr("andrea.generation.packing.cpu_multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("andrea.generation.packed_weights.cpu_multiplies_bf16", lambda: multiplies)
     x, weight, added = (draw(*shape).bfloat16() for shape in ((40, 67), (13, 67), (13,)))
     added = added if bias else None
     in_fp32 = functional.linear(x.float(), weight.float(), None if added is None else added.float())
