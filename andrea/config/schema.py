@@ -477,6 +477,7 @@ class EvaluateConfig:
     batch_size: PositiveInteger
     device: Device
     threads: Threads | Auto
+    precision: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     trust: bool = False
     field: Text | None = None
 

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from andrea.config import UserError
 from andrea.evaluation.results import Figure
 from andrea.evaluation.scoring import Subject
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
+from andrea.generation.session import make_engine
 from andrea.runtime.files import from_json, lines_of
 from andrea.text.chat import ROLES, ChatTokenizer, Turn, fitting_prompt
 from andrea.text.formats import turns_of
@@ -47,7 +46,7 @@ def chat_figures(task: str, subject: Subject, path: Path, limit: int | None = No
             f"checkpoint, or train one with data=python_chat"
         )
     questions = questions_of(path)[:limit]
-    engine = Engine(subject.gpt, subject.tokenizer, dtype=torch.float32)
+    engine = make_engine(subject.gpt, subject.tokenizer, subject.precision)
     texts, n_left_out = answers(engine, questions, subject.scorer.batch_size)
     if n_left_out:
         print(f"{path.name}: {n_left_out:,} turns did not fit the model's window, and were left out or cut")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from andrea.evaluation.chat import chat_figures
 from andrea.evaluation.harness.run import run_tasks
 from andrea.evaluation.results import TEXT_METRIC, Figure, append_figures, run_of, table_lines
 from andrea.evaluation.scoring import Subject, bits_per_byte, load_subject
+from andrea.generation.session import bytes_of_weights
 from andrea.runtime.device import choose_threads
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.corpus import held_out_of_run
@@ -28,8 +30,10 @@ def evaluate(config: EvaluateConfig) -> int:
     choose_threads(config.threads)
     typed = [name.strip() for entry in config.tasks for name in entry.split(",")]  # tasks=A tasks=B,C
     names = [name for name in dict.fromkeys(typed) if name]
-    subject = load_subject(config.checkpoint, config.runs_dir, config.device, config.batch_size, config.trust)
-    print(f"{subject.checkpoint.path}, computed in fp32")
+    where = config.checkpoint, config.runs_dir, config.device
+    subject = load_subject(*where, config.batch_size, config.trust, config.precision)
+    n_byte = bytes_of_weights(subject.gpt, config.precision)
+    print(f"{subject.checkpoint.path}, weights in {config.precision}: {n_byte / 1e6:,.1f} MB")
     figures, versions = [], {}
     if TEXT_TASK in names:
         figures.append(text_figure(config, subject))
@@ -46,6 +50,7 @@ def evaluate(config: EvaluateConfig) -> int:
             f"{subject.scorer.n_cut:,} contexts were longer than model.sequence_length={subject.gpt.config.sequence_length} "
             f"with their answer, and lost their first tokens"
         )
+    figures = [dataclasses.replace(each, precision=config.precision, n_byte=n_byte) for each in figures]
     for line in table_lines(figures):
         print(line)
     run = run_of(subject.checkpoint)

@@ -20,7 +20,7 @@ FILE = "evaluations.jsonl"
 TEXT_METRIC = "bits_per_byte"
 
 
-Asked = tuple[str, str, int, str]  # task, metric, n and about of a figure
+Asked = tuple[str, str, int, str, str]  # task, metric, n, about and precision of a figure
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Figure:
     """One figure of one task. value: of the metric. n: the questions that were asked, or the documents that were read.
 
     standard_error: of the value; None if it is unknown. chance: what random answers would give; None where this has no
-    meaning. about: what was read or asked, for people.
+    meaning. about: what was read or asked, for people. precision: of the weights; n_byte of all of them, 0 if unknown.
     """
 
     task: str
@@ -38,10 +38,12 @@ class Figure:
     chance: float | None
     n: int
     about: str
+    precision: str = "fp32"
+    n_byte: int = 0
 
     @property
     def asked(self) -> Asked:
-        return self.task, self.metric, self.n, self.about
+        return self.task, self.metric, self.n, self.about, self.precision
 
     @property
     def text(self) -> str:
@@ -90,6 +92,9 @@ def figure_of(record: Any) -> Figure:
     """Raises KeyError, TypeError or ValueError for anything but a record that `append_figures` wrote."""
     kinds = {"step": (int,), "task": (str,), "metric": (str,), "value": (int, float), "n": (int,), "about": (str,)}
     kinds |= {key: (int, float, type(None)) for key in ("standard_error", "chance")}
+    kinds |= {
+        key: (kind,) for key, kind in (("precision", str), ("n_byte", int)) if key in record
+    }  # newer than the rest
     if not all(type(record[key]) in allowed for key, allowed in kinds.items()):
         raise TypeError
     return Figure(**{key: record[key] for key in kinds if key != "step"})

@@ -18,6 +18,8 @@ from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import UserError
 from andrea.generation.batching import TokenScore, token_score
+from andrea.generation.packed_weights import PackedGPT
+from andrea.generation.session import make_engine
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
 from andrea.text.tokenizer import Tokenizer
@@ -52,13 +54,15 @@ Pass = tuple[list[Row], list[Tensor]]  # rows, and for each (K, d_model): the ve
 
 
 class Scorer:
-    """Scores continuations with a model in fp32. batch_size: the sequences that are read in one pass.
+    """Scores continuations with a model in fp32, or with `packed`, the same model with its weights in another precision.
+
+    batch_size: the sequences that are read in one pass.
 
     n_cut: the number of requests so far whose context lost its first tokens, because it did not fit the model's window.
     """
 
-    def __init__(self, gpt: GPT, batch_size: int) -> None:
-        self.gpt, self.batch_size, self.n_cut = gpt, batch_size, 0
+    def __init__(self, gpt: GPT, batch_size: int, packed: GPT | PackedGPT | None = None) -> None:
+        self.gpt, self.model, self.batch_size, self.n_cut = gpt, packed or gpt, batch_size, 0
         self.device = gpt.embedding.weight.device
 
     @torch.inference_mode()
@@ -106,7 +110,7 @@ class Scorer:
     def passes(self, rows: list[Row]) -> Iterator[Pass]:
         """Reads the rows in batches. Padding follows each row, where no token of the row sees it."""
         for batch in self.batches(rows):
-            hidden = self.gpt(padded([row.read for row in batch]).to(self.device))
+            hidden = self.model(padded([row.read for row in batch]).to(self.device))
             yield batch, [each[len(row.context) - 1 : len(row.read)] for each, row in zip(hidden, batch, strict=True)]
 
     def passes_after_shared(self, rows: list[Row]) -> Iterator[Pass]:
@@ -114,14 +118,14 @@ class Scorer:
         context = list(rows[0].context)
         n_before, longest = len(context) - 1, max(len(row.continuation) for row in rows)
         n_sequence = min(len(rows), self.batch_size)
-        cache = self.gpt.make_cache(n_sequence, n_before + longest)
-        self.gpt(torch.tensor([context[:-1]], device=self.device), cache.of_sequence(0))
+        cache = self.model.make_cache(n_sequence, n_before + longest)
+        self.model(torch.tensor([context[:-1]], device=self.device), cache.of_sequence(0))
         cache.copy_sequence(0, n_before)
         for batch in self.batches(rows):
             new = padded([[context[-1], *row.continuation[:-1]] for row in batch])
             new = torch.cat([new, new[:1].expand(n_sequence - len(batch), -1)])  # the last batch may have fewer rows
             cache.set_lengths([n_before] * n_sequence)
-            hidden = self.gpt(new.to(self.device), cache)
+            hidden = self.model(new.to(self.device), cache)
             yield batch, [each[: len(row.continuation)] for each, row in zip(hidden, batch, strict=False)]
 
     def batches(self, rows: list[Row]) -> Iterator[list[Row]]:
@@ -133,7 +137,7 @@ class Scorer:
         nats, is_greedy = 0.0, True
         most = max(1, LARGEST_LOGITS // self.gpt.n_vocab)
         for vectors, tokens in zip(hidden.split(most), continuation.split(most), strict=True):
-            logits = self.gpt.logits(vectors).float()  # (k, V)
+            logits = self.model.logits(vectors).float()  # (k, V)
             scores = logits.log_softmax(-1).gather(-1, tokens[:, None])
             nats += float(scores.cpu().sum(dtype=torch.float64))  # MPS has no fp64
             is_greedy = is_greedy and bool((logits.argmax(-1) == tokens).all())
@@ -162,16 +166,22 @@ def padded(rows: list[list[int]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
+    """The judged model: as it is saved, in fp32, and as `scorer` runs it, with weights in `precision`."""
+
     checkpoint: Checkpoint
     gpt: GPT
     tokenizer: Tokenizer
     scorer: Scorer
+    precision: str = "fp32"
 
 
-def load_subject(checkpoint: str | None, runs_dir: str, device: str, batch_size: int, trust: bool) -> Subject:
+def load_subject(
+    checkpoint: str | None, runs_dir: str, device: str, batch_size: int, trust: bool, precision: str = "fp32"
+) -> Subject:
     """The model of the checkpoint that a user names. Raises UserError or Damaged."""
     found, gpt, tokenizer = open_model(checkpoint, runs_dir, choose_device(device), trust)
-    return Subject(found, gpt, tokenizer, Scorer(gpt, batch_size))
+    packed = None if precision == "fp32" else make_engine(gpt, tokenizer, precision).model
+    return Subject(found, gpt, tokenizer, Scorer(gpt, batch_size, packed), precision)
 
 
 # -------------------------------------------------------------------------------------------------------- bits per byte

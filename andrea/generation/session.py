@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
-from andrea.generation.packed_weights import SOURCE, is_built_in, library
+from andrea.generation.packed_weights import SOURCE, bytes_of, is_built_in, library
 from andrea.generation.prompt import last_tokens, read_prompt, read_prompts
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
@@ -79,6 +80,18 @@ def make_engine(
     check_device_offers(precision, compile_, model.embedding.weight.device)
     bits = BITS.get(precision)
     return Engine(model, tokenizer, dtype=dtype, bits=bits, compiled=compile_ == "on", in_place=in_place)
+
+
+def bytes_of_weights(model: GPT, precision: str) -> int:
+    """The number of bytes of all weights as they are kept for generating with precision=`precision`."""
+    n_weight = sum(weight.numel() for weight in model.parameters())
+    if precision not in BITS:
+        return n_weight * WEIGHT_DTYPE[precision].itemsize
+    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    n_other = n_weight - sum(weight.numel() for weight in matrices)
+    matrices += [model.head_weight] if model.head is None else []
+    packed = sum(n_byte for weight in matrices for n_byte in bytes_of(weight, BITS[precision]))
+    return packed + n_other * decoding_dtype(precision, model).itemsize
 
 
 def decoding_dtype(requested: str, model: GPT) -> torch.dtype:

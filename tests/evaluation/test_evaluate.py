@@ -17,6 +17,7 @@ from andrea.__main__ import main
 from andrea.checkpoint import locate
 from andrea.config import to_plain
 from andrea.evaluation.results import FILE, Figure, append_figures, read_figures, table_lines
+from andrea.generation.packed_weights import library
 from andrea.text.sources import texts_at
 
 T = 97  # sequence_length: a choice of a task has fewer bytes
@@ -47,6 +48,18 @@ def test_bits_per_byte_of_a_file_need_no_other_package(runs: Path, capsys, monke
     assert code == 2 and "needs the package lm-eval" in error and "pip install lm-eval" in error
 
 
+def test_each_precision_has_a_figure_and_the_bytes_of_its_weights(runs: Path, capsys) -> None:
+    for precision in ("fp32", "bf16", "int8", "int4") if library() is not None else ("fp32", "bf16"):
+        code, out, _ = evaluate(runs, capsys, f"text={runs.parent / 'a.txt'}", f"precision={precision}")
+        assert code == 0 and f"weights in {precision}" in out
+    figures = {figure.precision: figure for _, figure in read_figures(runs / "one").values()}
+    assert figures["fp32"].n_byte == 2 * figures["bf16"].n_byte == 4 * sum(w.numel() for w in make_model().parameters())
+    values = [figure.value for figure in figures.values()]
+    assert len(set(values)) == len(figures) and max(values) - min(values) < 0.1
+    if library() is not None:
+        assert figures["int8"].n_byte < figures["bf16"].n_byte
+
+
 def test_tasks_have_a_standard_error_and_the_level_of_chance(runs: Path, capsys) -> None:
     pytest.importorskip("lm_eval")
     words = ["tasks=bpb,andrea_names", "tasks=andrea_brackets", "limit=6", f"text={runs.parent / 'a.txt'}"]
@@ -54,9 +67,9 @@ def test_tasks_have_a_standard_error_and_the_level_of_chance(runs: Path, capsys)
     assert code == 0 and "contexts were longer than model.sequence_length=97" in out
     found = read_figures(runs / "one")
     assert {task for task, *_ in found} == {"bpb", "andrea_names", "andrea_brackets"}
-    names = found["andrea_names", "acc", 6, ""][1]
+    names = found["andrea_names", "acc", 6, "", "fp32"][1]
     assert names.chance == 0.25 and names.standard_error is not None
-    assert found["andrea_brackets", "acc", 6, ""][1].chance == pytest.approx(1 / 3)
+    assert found["andrea_brackets", "acc", 6, "", "fp32"][1].chance == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +127,12 @@ def test_records_of_others_are_left_out(runs: Path) -> None:
         good | {"task": []},
         good | {"chance": [1]},
         good | {"n": 1.5},
+        good | {"precision": 4},
+        good | {"n_byte": "9"},
     ]
     with open(path, "a") as file:
         file.write("".join(json.dumps(each) + "\n" for each in bad) + '{"task": "to')
-    assert read_figures(runs / "one") == {("one", "acc", 30, ""): (60, SIGN)}
+    assert read_figures(runs / "one") == {SIGN.asked: (60, SIGN)}
     append_figures(runs / "one", checkpoint, [SIGN], {})  # after a torn line
     assert json.loads(path.read_text().splitlines()[-1])["task"] == "one"
 

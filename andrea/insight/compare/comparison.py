@@ -333,7 +333,8 @@ class Comparison:
             for step, figure in run.judged.values():
                 other_step = "" if step == run.result["step"] else f" at step {step:,}"
                 guessed = "" if figure.chance is None else f", chance {figure.chance:.3f}"
-                what = f"{figure.task} {figure.metric} ({figure.about or f'{figure.n:,} questions'}{guessed})"
+                rounded = "" if figure.precision == "fp32" else f", weights in {figure.precision}"
+                what = f"{figure.task} {figure.metric} ({figure.about or f'{figure.n:,} questions'}{guessed}{rounded})"
                 found.setdefault(what, []).append(f"{run.name} {figure.text}{other_step}")
         return [f"{what}: {'; '.join(values)}" for what, values in sorted(found.items())]
 

@@ -132,6 +132,7 @@ def run_data(run: Run) -> dict[str, Any]:
             {key: point[key] for key in AXES} | {"loss": point["train/loss"]} for point in run.training[::stride]
         ],
         "births": births_data(run),
+        "sizes": run.sizes,
     }
 
 

@@ -17,7 +17,7 @@ from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.checkpoint.folder import SHARDS, read_small_json
 from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
-from andrea.evaluation.results import Judged, read_figures
+from andrea.evaluation.results import TEXT_METRIC, Judged, read_figures
 from andrea.runtime.files import StorageFailed
 from andrea.training.records import AXES
 from andrea.training.records.run_folder import is_number, load_config, read_records, values_of
@@ -70,6 +70,20 @@ class Run:
         evaluated = self.validation[-1]["step"]
         behind = f", last evaluated at step {evaluated:,}" if evaluated < self.step else ""
         return f"at step {self.step:,} of {self.config['train']['steps']:,}{behind}"
+
+    @property
+    def sizes(self) -> list[dict[str, Any]]:
+        """Bits per byte by the number of bytes of the weights, the fewest first: of the text that `andrea evaluate` has read
+        in most precisions. Without such figures, of the run's result, in fp32.
+        """
+        by_text: dict[str, list[dict[str, Any]]] = {}
+        for step, figure in self.judged.values():
+            if figure.metric == TEXT_METRIC and figure.n_byte > 0:
+                point = {"bytes": figure.n_byte, "bpb": figure.value, "precision": figure.precision, "step": step}
+                by_text.setdefault(figure.about, []).append(point | {"text": figure.about})
+        of_result = {"bytes": 4 * self.parameters, "bpb": self.bpb, "precision": "fp32", "step": self.result["step"]}
+        found = max(by_text.values(), key=len, default=[of_result | {"text": "the run's result"}])
+        return sorted(found, key=lambda point: point["bytes"])
 
 
 NOT_RUNS = ("wandb", "sweeps")  # folders that training itself makes beside the runs

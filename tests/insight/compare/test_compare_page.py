@@ -12,6 +12,8 @@ import pytest
 from conftest import launched_browser
 from run_folders import make_eight_runs, make_run
 
+from andrea.checkpoint import Checkpoint
+from andrea.evaluation.results import Figure, append_figures
 from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page import render_page
 from andrea.insight.compare.runs import find_run_folders, read_run, read_runs
@@ -80,6 +82,29 @@ def test_the_page_shows_figures_by_pointer_and_by_keyboard(tmp_path: Path) -> No
         assert "a<b>&" in page.locator("#figures").text_content()
         page.set_viewport_size({"width": 360, "height": 740})
         page.wait_for_function("document.documentElement.scrollWidth <= 360")
+
+
+def test_bits_per_byte_stand_against_the_bytes_of_the_weights_in_each_judged_precision(tmp_path: Path) -> None:
+    out, runs = tmp_path / "page.html", make_eight_runs(tmp_path / "runs")
+    judged = runs / "n64000-r100"
+    figures = [
+        Figure("bpb", "bits_per_byte", value, 0.01, None, 3, "text: 9 bytes", precision, n_byte)
+        for value, precision, n_byte in ((1.5, "int4", 40_000), (1.4, "int8", 70_000), (1.39, "fp32", 256_000))
+    ]
+    append_figures(judged, Checkpoint(judged / "checkpoints" / "step", {"step": 100}), figures, {})
+    write_page(runs, out)
+    with opened(out) as page:
+        page.check("input[value=bytes]")
+        assert page.locator("#chart text.title").first.text_content() == "bytes of the weights"
+        # One point for each run that was not judged, of its result in fp32, and three for the judged one.
+        assert page.locator("#chart > circle, #chart > polygon").count() == 7 + 3
+        page.focus("#chart")
+        page.keyboard.press("ArrowLeft")  # the largest run's last point, then the one before
+        page.keyboard.press("ArrowLeft")
+        tip = page.locator("#tip").text_content()
+        assert "1.4000" in tip and "int8, 70k bytes" in tip
+        labels = [each.text_content() for each in page.locator("#chart text[text-anchor=end]").all()]
+        assert len(set(labels)) == len(labels) > 1
 
 
 def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ function birthStrips(curves) {
 function drawBirths() {
   if (byId("births-section").hidden) return; // no run has measured it
   const [chart, width] = [byId("births"), byId("births-frame").clientWidth]; // 0 while the section is hidden
-  const view = { axis: chosen("axis"), logX: byId("log-x").checked, left: 58, right: width - 14 };
+  const axis = chosen("axis") === "bytes" ? "tokens" : chosen("axis");
+  const view = { axis, logX: byId("log-x").checked, left: 58, right: width - 14 };
   births = { curves: birthCurves(), at: null };
   births.measured = [...new Set(births.curves.flatMap(({ points }) => points.map((point) => point[view.axis])))];
   births.measured.sort((one, other) => one - other);

@@ -4,6 +4,7 @@ const TITLES = {
   tokens: "tokens",
   flops: "training FLOPs",
   seconds: "seconds of training steps",
+  bytes: "bytes of the weights",
   loss: "loss, nats per token",
   bpb: "validation, bits per byte",
 };
@@ -29,6 +30,11 @@ function colourOf(run) {
 
 function visibleRuns() {
   return data.runs.map((_, index) => index).filter((index) => !hidden.has(index));
+}
+
+// The points of a run's thick line: its evaluations in training, or what it was judged to be worth in so many bytes.
+function pointsOf(run) {
+  return chosen("axis") === "bytes" ? run.sizes : run.validation;
 }
 
 // A function from values between low and high to pixels between from and to.
@@ -70,6 +76,14 @@ function linearGridValues(low, high, most) {
   return found;
 }
 
+// The values as text, in as few digits as tell them apart, and at least three.
+function labelsOf(values) {
+  for (let digits = 3; ; digits++) {
+    const texts = values.map((value) => String(+value.toPrecision(digits)));
+    if (digits === 12 || new Set(texts).size === texts.length) return texts;
+  }
+}
+
 function newMarker(marker, x, y, size, colour) {
   const common = { fill: colour, stroke: "var(--panel)", "stroke-width": 1 };
   if (marker === "circle") return newShape("circle", { cx: x, cy: y, r: size, ...common });
@@ -79,7 +93,7 @@ function newMarker(marker, x, y, size, colour) {
 
 function drawChart() {
   const view = {
-    metric: chosen("metric"),
+    metric: chosen("axis") === "bytes" ? "bpb" : chosen("metric"),
     axis: chosen("axis"),
     logX: byId("log-x").checked,
     logY: byId("log-y").checked,
@@ -87,6 +101,7 @@ function drawChart() {
   };
   view.withTraining = view.metric === "loss" && byId("training").checked;
   byId("training").disabled = view.metric !== "loss";
+  for (const metric of document.querySelectorAll("input[name=metric]")) metric.disabled = view.axis === "bytes";
   byId("chart").replaceChildren();
   evaluations = [];
   if (layOut(view)) {
@@ -108,7 +123,7 @@ function layOut(view) {
   Object.assign(view, { width, height, left: 58, right: width - 14, top: 14, bottom: height - 46 });
 
   const runs = view.runs.map((index) => data.runs[index]);
-  const points = runs.flatMap((run) => [...run.validation, ...(view.withTraining ? run.training : [])]);
+  const points = runs.flatMap((run) => [...pointsOf(run), ...(view.withTraining ? run.training : [])]);
   const xs = points.map((point) => point[view.axis]).filter((value) => !view.logX || value > 0);
   // Training points hold the loss alone; they are drawn with it only.
   const withBand = points.filter((point) => view.metric === "bpb" && point.expected !== undefined);
@@ -129,10 +144,11 @@ function layOut(view) {
 
 function drawGrid({ axis, left, right, top, bottom, x, y, gridX, gridY }) {
   const chart = byId("chart");
-  for (const value of gridY) {
+  const labels = labelsOf(gridY);
+  for (const [index, value] of gridY.entries()) {
     chart.append(newShape("line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) }));
     const place = { x: left - 7, y: y(value) + 4, "text-anchor": "end" };
-    chart.append(newShape("text", place, String(+value.toPrecision(3))));
+    chart.append(newShape("text", place, labels[index]));
   }
   for (const value of gridX) {
     chart.append(newShape("line", { class: "grid", x1: x(value), x2: x(value), y1: top, y2: bottom }));
@@ -178,7 +194,7 @@ function newCurve({ axis, logX, x, y }, points, metric, style) {
 
 // The expected curve of a run's recipe: its mean as a dotted line, its spread over seeds as a band.
 function drawExpected(view, run) {
-  const points = run.validation.filter((point) => point.expected !== undefined && (!view.logX || point[view.axis] > 0));
+  const points = pointsOf(run).filter((point) => point.expected !== undefined && (!view.logX || point[view.axis] > 0));
   if (!points.length) return;
   const [colour, chart] = [colourOf(run), byId("chart")];
   const edge = (point, sign) =>
@@ -195,12 +211,13 @@ function drawValidation(view, index) {
   const chart = byId("chart");
   const run = data.runs[index];
   const style = { stroke: colourOf(run), "stroke-width": 2.2, "stroke-dasharray": run.dash };
-  chart.append(newCurve(view, run.validation, view.metric, style));
-  run.validation.forEach((point, evaluation) => {
+  const points = pointsOf(run);
+  chart.append(newCurve(view, points, view.metric, style));
+  points.forEach((point, evaluation) => {
     if (view.logX && !(point[view.axis] > 0)) return;
     const [x, y] = [view.x(point[view.axis]), view.y(point[view.metric])];
     evaluations.push({ run: index, evaluation, x, y });
-    chart.append(newMarker(run.marker, x, y, evaluation === run.validation.length - 1 ? 5 : 3.2, colourOf(run)));
+    chart.append(newMarker(run.marker, x, y, evaluation === points.length - 1 ? 5 : 3.2, colourOf(run)));
   });
 }
 
@@ -216,7 +233,7 @@ function drawTip() {
   tip.hidden = !selected;
   if (!selected) return;
   const at = evaluations.find(isSelected);
-  tip.textContent = tipText(data.runs[at.run], data.runs[at.run].validation[at.evaluation]);
+  tip.textContent = tipText(data.runs[at.run], pointsOf(data.runs[at.run])[at.evaluation]);
   const ring = { class: "ring", cx: at.x, cy: at.y, r: 9, fill: "none", stroke: "var(--ink)", "stroke-width": 2 };
   byId("chart").append(newShape("circle", ring));
   const frame = byId("frame");
@@ -227,6 +244,10 @@ function drawTip() {
 }
 
 function tipText(run, point) {
+  if (point.bytes !== undefined) {
+    const figures = [`bits per byte    ${point.bpb.toFixed(4)}`, `weights          ${point.precision}, ${formatNumber(point.bytes)} bytes`];
+    return [run.name, run.size, ...figures, ...point.text.split(": "), `step ${point.step.toLocaleString("en")}`].join("\n");
+  }
   return [
     run.name,
     run.size,
@@ -257,13 +278,13 @@ function moveSelection(event) {
   const runs = visibleRuns();
   if (event.key === "Escape") selected = null;
   else if (!["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown"].includes(event.key) || !runs.length) return;
-  else if (!selected) selected = { run: runs.at(-1), evaluation: data.runs[runs.at(-1)].validation.length - 1 };
+  else if (!selected) selected = { run: runs.at(-1), evaluation: pointsOf(data.runs[runs.at(-1)]).length - 1 };
   else {
     let { run, evaluation } = selected;
     evaluation += { ArrowLeft: -1, ArrowRight: 1 }[event.key] ?? 0;
     const turn = { ArrowUp: 1, ArrowDown: -1 }[event.key];
     if (turn) run = runs[(runs.indexOf(run) + turn + runs.length) % runs.length];
-    selected = { run, evaluation: Math.max(0, Math.min(evaluation, data.runs[run].validation.length - 1)) };
+    selected = { run, evaluation: Math.max(0, Math.min(evaluation, pointsOf(data.runs[run]).length - 1)) };
   }
   event.preventDefault();
   drawTip();
