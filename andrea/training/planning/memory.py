@@ -40,9 +40,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} 
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
 PROGRAM_BYTES = 480 * 2**20  # resident memory without tensors: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
+EVALUATION_SHARE = 1.65  # resident memory of the evaluation for each byte of its tensors: see `resident_share`
 DISTILLATION_COPIES = 5  # of all logits, in fp32: of a teacher, their mean, the model's, their gradient, a temporary
 COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
-COMPILED_SHARE = 0.6  # memory of compiled passes as a share of that of eager passes
+
+
+def resident_share(compiled: str, recompute: bool) -> float:
+    """On a CPU: resident memory of a pass for each byte of an eager pass's tensors, an upper bound of what was measured.
+
+    glibc keeps the memory of freed tensors, and fills their holes only in part, because each tensor begins at a multiple of 64
+    bytes: an eager step takes nearly twice its tensors. Compiled code makes fewer of them. compiled: off, on, blocks.
+    """
+    if compiled == "on":
+        return 0.8 if recompute else 0.6
+    return 1.05 if compiled == "blocks" else 1.9
 
 
 @dataclass(frozen=True)
@@ -93,8 +104,8 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     rank holds it whole; the loss then holds all logits.
 
     On a CPU, Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
-    without a kernel. Compiled passes need COMPILED_SHARE of the memory of eager passes. On a GPU this share has not
-    been measured: compiled code is planned like eager code, which is an upper bound.
+    without a kernel. A pass takes `resident_share` of its tensors. On a GPU compiled code is planned like eager code, which is
+    an upper bound.
 
     With FSDP2, each of the ranks keeps 1/ranks of weights and optimizer state. Gradients are summed over ranks once a step;
     until then each rank keeps all of them, in fp32. `gathered_bytes` adds the temporary buffers. With DDP every rank needs
@@ -115,11 +126,12 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     state = 2 * n_trained - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
     state += n_trained if config.optimizer.average_half_life is not None else 0
     share, on_cpu = placement.ranks if placement.sharded else 1, placement.device.type == "cpu"
-    compiled = choose_compile(config.compile, placement.device, flops_of_run(config, n_vocab)).value != "off"
+    compiled = choose_compile(config.compile, placement.device, flops_of_run(config, n_vocab)).value
     # On a GPU our kernel measures the heads without materialising the scores.
     observing, recompute = on_cpu and attention.qk_clip is not None, config.train.activation_checkpointing
     how = precision, recompute, observing, placement.sharded, placement.device.type == "cuda"
     activations = pass_bytes(config.model, attention, n_vocab, micro_batch, *how)
+    activations = round(resident_share(compiled, recompute) * activations) if on_cpu else activations
     if n_teacher:
         activations += DISTILLATION_COPIES * 4 * micro_batch * config.model.sequence_length * n_vocab
     return Memory(
@@ -128,10 +140,10 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
         optimizer=4 * state // share,
         gathered=gathered_bytes(model, config.model.n_layer, precision) if placement.sharded else 0,
         gathered_model=(placement.sharded + bool(config.model.lora_rank)) * gathered_model_bytes(model),
-        activations=round(COMPILED_SHARE * activations) if compiled and on_cpu else activations,
+        activations=activations,
         optimizer_step=optimizer_step_bytes(matrices, precision, share) if muon else 0,
-        evaluation=evaluation_bytes(config.model, attention, n_vocab) if on_cpu else 0,
-        python_and_libraries=(COMPILED_PROGRAM_BYTES if compiled else PROGRAM_BYTES) if on_cpu else 0,
+        evaluation=round(EVALUATION_SHARE * evaluation_bytes(config.model, attention, n_vocab)) if on_cpu else 0,
+        python_and_libraries=(PROGRAM_BYTES if compiled == "off" else COMPILED_PROGRAM_BYTES) if on_cpu else 0,
     )
 
 
