@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from andrea.attention import multihead
-from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packing
+from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packed_weights
 from andrea.generation.engine import Window, step
 from andrea.generation.packed_weights import (
     FEW_ROWS,
@@ -65,7 +65,7 @@ ATTENTIONS["sink, layernorm"] = dataclasses.replace(ATTENTION, sink=True)
 
 @pytest.fixture(autouse=True)
 def there_is_a_compiler():
-    assert packing.library() is not None, "g++ makes the kernels that are tested here; install it"
+    assert packed_weights.library() is not None, "g++ makes the kernels that are tested here; install it"
 
 
 def judge(ours: Tensor, readable: Tensor, exact: Tensor) -> None:
@@ -336,7 +336,7 @@ def test_a_tied_head_and_the_embedding_are_one_memory():
 def test_compiled_decoding_packs_in_8_bits_alone(compiler, monkeypatch):
     """Whether or not there are kernels that would serve."""
     if not compiler:
-        monkeypatch.setattr(packing, "has_native", lambda weight: False)
+        monkeypatch.setattr(packed_weights, "has_native", lambda weight: False)
     for dtype in DTYPES:
         model = make_model(dataclasses.replace(CONFIG, n_layer=1)).to(dtype).requires_grad_(False)
         assert pack(model, bits=None, compiled=True) is model
@@ -349,7 +349,7 @@ def test_on_a_card_matrices_of_8_bits_have_one_product_for_queries_keys_and_valu
     """As plain ones have: the same texts, from modules that share their memory."""
     model, tokens = make_model(LIKE_GPT2).requires_grad_(False), torch.arange(7)[None]
     expected = PackedGPT(copy.deepcopy(model), bits=8, native=False)(tokens)
-    for module in (packing, multihead):
+    for module in (packed_weights, multihead):
         monkeypatch.setattr(module, "one_product_is_faster", lambda x: True)
     packed = PackedGPT(model, bits=8, native=False)
     for block in packed.model.blocks:
@@ -359,7 +359,7 @@ def test_on_a_card_matrices_of_8_bits_have_one_product_for_queries_keys_and_valu
         }
         assert storages == {attention.side_by_side.weight.untyped_storage().data_ptr()}
     called = []
-    monkeypatch.setattr(packing.Int8Linear, "forward", lambda self, x: called.append(self) or self.readable(x))
+    monkeypatch.setattr(packed_weights.Int8Linear, "forward", lambda self, x: called.append(self) or self.readable(x))
     assert torch.allclose(packed(tokens), expected, atol=1e-5)
     for block in packed.model.blocks:
         assert block.attention.side_by_side in called and block.attention.query not in called
@@ -425,7 +425,7 @@ def fresh_library():
 
 
 def forget():
-    packing.library.cache_clear()
+    packed_weights.library.cache_clear()
     compiled_library.cache_clear()
 
 
@@ -434,7 +434,7 @@ def forget():
 def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    assert packing.library() is None
+    assert packed_weights.library() is None
     request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
     for dtype in DTYPES:
         engine = Engine(make_model(), TOKENIZER, dtype=dtype)
@@ -449,6 +449,6 @@ def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeyp
 def test_a_cache_that_cannot_be_written_is_done_without(fresh_library, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert packing.library() is not None
+    assert packed_weights.library() is not None
     layer = NativeLinear(draw(5, 3), None)
     torch.testing.assert_close(layer(draw(1, 3)), draw(1, 3) @ draw(5, 3).mT)

@@ -22,7 +22,7 @@ from andrea.training.health.attention import probe
 from andrea.training.loss.loss import training_loss_sum
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.ranks import Parallel
-from andrea.training.planning.memory import Memory
+from andrea.training.planning.memory import EVALUATION_SHARE, Memory, resident_share
 
 pytestmark = pytest.mark.untraced
 
@@ -132,7 +132,7 @@ def test_memory_of_options_is_what_the_allocator_really_hands_out(option, precis
     passes()
     how = {"micro_batch": 7, "precision": precision, "optimizer": "muon", "on_cpu": True}
     plan = plan_memory(config, attention, V, **how)
-    assert plan.activations == pytest.approx(allocated_at_most(passes), rel=0.1)
+    assert plan.activations / resident_share("off", False) == pytest.approx(allocated_at_most(passes), rel=0.1)
     muon = Optimizer(Parallel(model), configure(RunConfig, "train", []).optimizer, bf16=False)
     muon.step(1.0, torch.tensor(True))
     state = sum(each.numel() for name, each in muon.state_tensors().items() if not name.endswith("/step"))
@@ -185,7 +185,7 @@ def test_activations_are_what_the_allocator_really_hands_out(precision, recomput
     passes()  # gradients are there from now on
     how = {"micro_batch": 7, "precision": precision, "optimizer": "adamw", "recompute": recompute, "on_cpu": True}
     plan = plan_memory(config, replace(ATTENTION, qk_clip=qk_clip), V, **how)
-    assert plan.activations == pytest.approx(allocated_at_most(passes), rel=0.1)
+    assert plan.activations / resident_share("off", recompute) == pytest.approx(allocated_at_most(passes), rel=0.1)
 
 
 @pytest.mark.parametrize(("mlp", "d_mlp"), [("relu2", 384), ("swiglu", 384), ("swiglu", 96)])
@@ -238,7 +238,7 @@ def test_on_a_cpu_the_program_counts_and_its_compiler_saves():
         for on_cpu, compiled in ((False, True), (True, False), (True, True))
     )
     assert card.python_and_libraries == 0 < eager.python_and_libraries < compiled.python_and_libraries
-    assert compiled.activations < card.activations == eager.activations
+    assert compiled.activations < card.activations < eager.activations
 
 
 def test_the_peak_is_the_fullest_of_three_moments():
@@ -266,7 +266,7 @@ def test_a_look_at_the_heads_is_what_the_allocator_really_hands_out(compatibilit
     real = allocated_at_most(lambda: probe(model, tokens))
     how = {"micro_batch": 1, "precision": "bf16", "optimizer": "muon", "on_cpu": True}
     # a kernel's own copy of the scores, one of about six, is not seen from outside
-    assert plan_memory(config, attention, V, **how).evaluation == pytest.approx(real, rel=0.2)
+    assert plan_memory(config, attention, V, **how).evaluation / EVALUATION_SHARE == pytest.approx(real, rel=0.2)
     assert plan_memory(config, attention, V, **how | {"on_cpu": False}).evaluation == 0
 
 
