@@ -40,7 +40,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} 
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
 PROGRAM_BYTES = 480 * 2**20  # resident memory without tensors: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
-EVALUATION_SHARE = 1.65  # resident memory of the evaluation for each byte of its tensors: see `resident_share`
+EVALUATION_SHARE = 1.8  # resident memory of the evaluation for each byte of its tensors: see `resident_share`
 DISTILLATION_COPIES = 5  # of all logits, in fp32: of a teacher, their mean, the model's, their gradient, a temporary
 COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
 
