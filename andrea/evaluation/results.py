@@ -92,9 +92,8 @@ def figure_of(record: Any) -> Figure:
     """Raises KeyError, TypeError or ValueError for anything but a record that `append_figures` wrote."""
     kinds = {"step": (int,), "task": (str,), "metric": (str,), "value": (int, float), "n": (int,), "about": (str,)}
     kinds |= {key: (int, float, type(None)) for key in ("standard_error", "chance")}
-    kinds |= {
-        key: (kind,) for key, kind in (("precision", str), ("n_byte", int)) if key in record
-    }  # newer than the rest
+    newer = {"precision": (str,), "n_byte": (int,)}  # records of older versions lack them
+    kinds |= {key: kind for key, kind in newer.items() if key in record}
     if not all(type(record[key]) in allowed for key, allowed in kinds.items()):
         raise TypeError
     return Figure(**{key: record[key] for key in kinds if key != "step"})

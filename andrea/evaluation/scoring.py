@@ -57,7 +57,6 @@ class Scorer:
     """Scores continuations with a model in fp32, or with `packed`, the same model with its weights in another precision.
 
     batch_size: the sequences that are read in one pass.
-
     n_cut: the number of requests so far whose context lost its first tokens, because it did not fit the model's window.
     """
 

@@ -76,11 +76,12 @@ class Run:
         """Bits per byte by the number of bytes of the weights, the fewest first: of the text that `andrea evaluate` has read
         in most precisions. Without such figures, of the run's result, in fp32.
         """
-        by_text: dict[str, list[dict[str, Any]]] = {}
+        by_text: dict[tuple, list[dict[str, Any]]] = {}
         for step, figure in self.judged.values():
             if figure.metric == TEXT_METRIC and figure.n_byte > 0:
                 point = {"bytes": figure.n_byte, "bpb": figure.value, "precision": figure.precision, "step": step}
-                by_text.setdefault(figure.about, []).append(point | {"text": figure.about})
+                text = figure.task, figure.n, figure.about  # tasks of lm-eval have no `about`
+                by_text.setdefault(text, []).append(point | {"text": figure.about or figure.task})
         of_result = {"bytes": 4 * self.parameters, "bpb": self.bpb, "precision": "fp32", "step": self.result["step"]}
         found = max(by_text.values(), key=len, default=[of_result | {"text": "the run's result"}])
         return sorted(found, key=lambda point: point["bytes"])

@@ -88,9 +88,11 @@ def test_bits_per_byte_stand_against_the_bytes_of_the_weights_in_each_judged_pre
     out, runs = tmp_path / "page.html", make_eight_runs(tmp_path / "runs")
     judged = runs / "n64000-r100"
     figures = [
-        Figure("bpb", "bits_per_byte", value, 0.01, None, 3, "text: 9 bytes", precision, n_byte)
+        Figure("andrea_bpb", "bits_per_byte", value, 0.01, None, 3, "", precision, n_byte)
         for value, precision, n_byte in ((1.5, "int4", 40_000), (1.4, "int8", 70_000), (1.39, "fp32", 256_000))
     ]
+    other = Figure("wikitext", "bits_per_byte", 2.5, 0.01, None, 3, "", "fp32", 256_000)  # of another text: not drawn
+    figures.append(other)
     append_figures(judged, Checkpoint(judged / "checkpoints" / "step", {"step": 100}), figures, {})
     write_page(runs, out)
     with opened(out) as page:
