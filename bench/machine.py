@@ -58,11 +58,11 @@ def show_product(dtype: torch.dtype) -> None:
     """One row times a matrix: the largest error against float64, relative to the largest result, and the time."""
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, WIDTH, generator=generator).to(dtype) for n in (1, 4 * WIDTH))
-    ours, int8 = NativeLinear(weight, None), Int8Linear(weight, None, native=True)
+    ours, int8 = NativeLinear(weight, None), Int8Linear(weight, None)
     rows: dict[str, tuple[Callable, torch.Tensor]] = {
         "ours": (ours, weight.double()),
         "torch's": (lambda x: functional.linear(x, weight), weight.double()),
-        "ours in int8": (int8, int8.weight.double() * int8.scale.double()[:, None]),
+        "ours in int8": (int8, int8.dequantised().double()),
     }
     for name, (product, exact_weight) in rows.items():
         exact = x.double() @ exact_weight.mT

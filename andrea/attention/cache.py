@@ -7,10 +7,14 @@ cache for every token would cost more than the attention.
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from andrea.runtime.device import LargePages
 
 
 def write(kept: Tensor, new: Tensor, length: int | Tensor) -> None:
@@ -106,11 +110,14 @@ class KeyValueCache:
         keeps_tokens: for `append_tokens`, which a model with bigrams needs.
         """
         shape = (n_batch, n_head, capacity, d_head)
+        wide, n_wide = (n_batch, n_projected, capacity, d_head), n_layer if n_projected else 0
         # Zeros, because uninitialised memory may hold NaN, and NaN times a masked weight of zero is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)]
-        wide = (n_batch, n_projected, capacity, d_head)
-        self.projected = [torch.zeros(wide, dtype=dtype, device=device) for _ in range(n_layer if n_projected else 0)]
+        zeros = functools.partial(torch.zeros, dtype=dtype, device=device)
+        if torch.device(device).type == "cpu":
+            n_bytes = [LargePages.aligned_bytes(math.prod(each) * dtype.itemsize) for each in (shape, wide)]
+            zeros = functools.partial(LargePages(2 * n_layer * n_bytes[0] + n_wide * n_bytes[1]).zeros, dtype=dtype)
+        self.keys, self.values = ([zeros(shape) for _ in range(n_layer)] for _ in range(2))
+        self.projected = [zeros(wide) for _ in range(n_wide)]
         # Tokens + 1, so that 0 stands for none: (B, 1, S, 1), as rows of width 1.
         tokens = (n_batch, 1, capacity, 1)
         self.tokens = torch.zeros(tokens, dtype=torch.int64, device=device) if keeps_tokens else None

@@ -211,10 +211,10 @@ std::vector<To> copied(const T* x, int64_t n) {
 }
 
 // Whether the processor adds up products of a signed byte and a Byte in one instruction (VNNI, or ARM's dot product).
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
-constexpr bool HAS_BYTE_PRODUCTS = true;
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD)
+#define HAS_BYTE_PRODUCTS 1
 #else
-constexpr bool HAS_BYTE_PRODUCTS = false;
+#define HAS_BYTE_PRODUCTS 0
 #endif
 #ifdef __ARM_FEATURE_DOTPROD
 using Byte = int8_t;
@@ -240,7 +240,7 @@ struct Integers {
 
 template <typename T>
 Integers in_integers(const T* x, int64_t n) {
-    const int64_t n_whole = HAS_BYTE_PRODUCTS ? 0 : n, n_line = HAS_BYTE_PRODUCTS ? (n + 63) / 64 : 0;
+    const int64_t n_whole = HAS_BYTE_PRODUCTS ? 0 : (n + 3) / 4 * 4, n_line = HAS_BYTE_PRODUCTS ? (n + 63) / 64 : 0;
     Integers row{std::vector<int16_t>(n_whole), std::vector<Line>(n_line), std::vector<Line>(n_line), 0};
     Floats largest_of = {};
     decltype(largest_of < 0) unequal = {};  // where a number is not equal to itself, which is NaN
@@ -273,52 +273,17 @@ Integers in_integers(const T* x, int64_t n) {
     return row;
 }
 
-#ifndef __AVX512VNNI__  // which has `square`
-constexpr int64_t LONGEST_EXACT = 512;  // so many products of int8 and int16 fit 32 bits
-
-// The sum of w · u over a row, exactly. sum: that of w alone.
-int64_t integer_dot(const int8_t* w, const Integers& row, int64_t n, int64_t sum) {
-    if (HAS_BYTE_PRODUCTS) {
-        const Byte *high = row.high(), *low = row.low();
-        int32_t of_high = 0, of_low = 0;
-        int64_t k = 0;
-#ifdef __ARM_FEATURE_DOTPROD  // clang does not find the instruction by itself
-        int32x4_t highs[2] = {}, lows[2] = {};
-        for (; k + 32 <= n; k += 32)
-#pragma GCC unroll 2
-            for (int64_t i = 0; i < 2; ++i) {
-                const int8x16_t weights = vld1q_s8(w + k + 16 * i);
-                highs[i] = vdotq_s32(highs[i], weights, vld1q_s8(high + k + 16 * i));
-                lows[i] = vdotq_s32(lows[i], weights, vld1q_s8(low + k + 16 * i));
-            }
-        of_high = vaddvq_s32(highs[0] + highs[1]), of_low = vaddvq_s32(lows[0] + lows[1]);
-#endif
-        for (; k < n; ++k) {
-            of_high += int32_t(w[k]) * high[k];
-            of_low += int32_t(w[k]) * low[k];
-        }
-        return 256 * int64_t(of_high) + of_low - SHIFT * sum;
-    }
-    int64_t total = 0;
-    for (int64_t start = 0; start < n; start += LONGEST_EXACT) {
-        const int64_t stop = std::min(n, start + LONGEST_EXACT);
-        const int16_t* whole = row.whole.data();
-        int32_t part = 0;
-        for (int64_t k = start; k < stop; ++k) part += int32_t(w[k]) * whole[k];
-        total += part;
-    }
-    return total;
-}
-#endif
-
-// Weights in 4 bits. Groups of GROUP weights of a row share a scale: weight = (q - 8) · scale, q from 0 to 15. The rows are
-// kept in blocks of BLOCK, so that a vector holds numbers of LANES rows, whose sums need no addition across the vector:
-// weight (blocks, groups, 4, BLOCK, 4) in bytes, of which byte j of part i has q of column 8 i + j of the group in its lower
-// half, and of column 8 i + 4 + j in its upper half; scale (blocks, groups, BLOCK). Rows and columns beyond the matrix are 0.
+// Weights in 8 and 4 bits. The rows are kept in blocks of BLOCK, so that a vector holds numbers of LANES rows, whose sums need
+// no addition across the vector. Rows and columns beyond the matrix are 0.
+// 8 bits: weight = integer · scale of its row. weight (blocks, quads, BLOCK, 4) in bytes, each quad four columns; scale (rows).
+// 4 bits: weight = (q - 8) · scale of its group of GROUP columns, q from 0 to 15. weight (blocks, groups, 4, BLOCK, 4) in bytes,
+// of which byte j of part i has q of column 8 i + j of the group in its lower half, and of column 8 i + 4 + j in its upper half;
+// scale (blocks, groups, BLOCK).
 constexpr int64_t BLOCK = 16, GROUP = 32;
 using Ints = Vector<LANES, int32_t>::Of;
 using Quads = Vector<4 * LANES, uint8_t>::Of;  // four numbers of each of LANES rows
 
+int64_t quads(int64_t n_in) { return (n_in + 3) / 4; }
 int64_t groups(int64_t n_in) { return (n_in + GROUP - 1) / GROUP; }
 
 // A row of numbers in 8 bits: number = step of its group · byte. shift: -8 times the sum of the group's bytes.
@@ -369,36 +334,41 @@ Bytes in_bytes(const T* x, int64_t n) {
     return row;
 }
 
-// Sums of products with a group. `add` adds to each lane those of its eight q in `packed` and x; `whole` gives the sums.
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD)
-using QuadSums = Ints;  // with an instruction that adds up four products of bytes in each lane
-
-QuadSums add_four(QuadSums sums, Quads q, const int8_t* x) {
+Quads in_each(const void* x) {  // four bytes
     int32_t four;
     std::memcpy(&four, x, 4);
+    return Quads(Ints{} + four);
+}
+
+#if HAS_BYTE_PRODUCTS
+// Adds to each lane the sum of four products: of bytes without a sign (ARM: with) and bytes with a sign.
+Ints add_four(Ints sums, Quads bytes, Quads with_sign) {
 #if defined(__AVX512VNNI__)
-    return QuadSums(_mm512_dpbusd_epi32(__m512i(sums), __m512i(q), _mm512_set1_epi32(four)));
+    return Ints(_mm512_dpbusd_epi32(__m512i(sums), __m512i(bytes), __m512i(with_sign)));
 #elif defined(__AVXVNNI__)
-    return QuadSums(_mm256_dpbusd_avx_epi32(__m256i(sums), __m256i(q), _mm256_set1_epi32(four)));
+    return Ints(_mm256_dpbusd_avx_epi32(__m256i(sums), __m256i(bytes), __m256i(with_sign)));
 #else
-    return QuadSums(vdotq_s32(int32x4_t(sums), int8x16_t(q), vreinterpretq_s8_s32(vdupq_n_s32(four))));
+    return Ints(vdotq_s32(int32x4_t(sums), int8x16_t(bytes), int8x16_t(with_sign)));
 #endif
 }
+#endif
+
+// Sums of products with a group. `add` adds to each lane those of its eight q in `packed` and x; `whole` gives the sums.
+#if HAS_BYTE_PRODUCTS
+using QuadSums = Ints;
+
 QuadSums add(QuadSums sums, Quads packed, const int8_t* x) {
-    return add_four(add_four(sums, packed & 15, x), packed >> 4, x + 4);
+    return add_four(add_four(sums, packed & 15, in_each(x)), packed >> 4, in_each(x + 4));
 }
 Ints whole(QuadSums sums) { return sums; }
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
 using QuadSums = Vector<2 * LANES, int16_t>::Of;  // two sums in each lane, each of 16 products of at most 15 · 127: they fit
 
 QuadSums add_pairs(QuadSums sums, Quads q, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    const Ints in_each = Ints{} + four;
 #ifdef __AVX512BW__
-    return sums + QuadSums(_mm512_maddubs_epi16(__m512i(q), __m512i(in_each)));
+    return sums + QuadSums(_mm512_maddubs_epi16(__m512i(q), __m512i(in_each(x))));
 #else
-    return sums + QuadSums(_mm256_maddubs_epi16(__m256i(q), __m256i(in_each)));
+    return sums + QuadSums(_mm256_maddubs_epi16(__m256i(q), __m256i(in_each(x))));
 #endif
 }
 QuadSums add(QuadSums sums, Quads packed, const int8_t* x) {
@@ -434,6 +404,7 @@ void keep_order(Floats& v) {
 #endif
 }
 
+constexpr int64_t BYTES_AHEAD = 2048;
 constexpr int64_t AHEAD = 8;  // groups: memory is read at 43 GB/s instead of 37, because processors follow two streams less well
 
 // The products of a block of weight rows with R rows of x: that of weight row o and row r is values[r * BLOCK + o].
@@ -469,6 +440,81 @@ void block_products(const uint8_t* weight, const BF16* scale, const Bytes* const
     std::memcpy(values, totals, sizeof totals);
 }
 
+// Of a block of weight rows in 8 bits, the exact sums of integer · u with R rows of x.
+using Exact = Vector<LANES, double>::Of;
+constexpr int64_t N_VECTOR = BLOCK / LANES;
+
+#if HAS_BYTE_PRODUCTS
+template <int64_t R>
+void byte_sums(const int8_t* weight, const Integers* const* x, int64_t n_quad, const Exact* shift, Exact (*totals)[N_VECTOR]) {
+    Ints highs[R][N_VECTOR] = {}, lows[R][N_VECTOR] = {};
+    for (int64_t q = 0; q < n_quad; ++q, weight += 4 * BLOCK) {
+        if (R < TILE) __builtin_prefetch(weight + BYTES_AHEAD);
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < N_VECTOR; ++v) {
+            Quads w;
+            std::memcpy(&w, weight + 4 * v * LANES, sizeof w);
+#pragma GCC unroll 4
+            for (int64_t r = 0; r < R; ++r) {
+                highs[r][v] = add_four(highs[r][v], in_each(x[r]->high() + 4 * q), w);
+                lows[r][v] = add_four(lows[r][v], in_each(x[r]->low() + 4 * q), w);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < N_VECTOR; ++v)
+            totals[r][v] =
+                256 * __builtin_convertvector(highs[r][v], Exact) + __builtin_convertvector(lows[r][v], Exact) - shift[v];
+}
+#else
+constexpr int64_t QUADS_EXACT = 128;  // so many sums of four products of int8 and int16 fit 32 bits
+
+template <int64_t R>
+void byte_sums(const int8_t* weight, const Integers* const* x, int64_t n_quad, const Exact*, Exact (*totals)[N_VECTOR]) {
+    std::fill(totals[0], totals[R], Exact{});
+    for (int64_t start = 0; start < n_quad; start += QUADS_EXACT) {
+        const int64_t stop = std::min(n_quad, start + QUADS_EXACT);
+        for (int64_t v = 0; v < N_VECTOR; ++v)
+            for (int64_t r = 0; r < R; ++r) {
+                const int8_t* w = weight + 4 * v * LANES;
+                const int16_t* u = x[r]->whole.data();
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+                Ints left = {}, right = {};  // two sums of each row: of the rows' first half, and of their second
+                for (int64_t q = start; q < stop; ++q) {
+                    int64_t four;
+                    std::memcpy(&four, u + 4 * q, 8);
+#ifdef __AVX512BW__
+                    const __m512i columns = _mm512_set1_epi64(four);
+                    const auto wide = [&](const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); };
+                    left += Ints(_mm512_madd_epi16(wide(w + 4 * q * BLOCK), columns));
+                    right += Ints(_mm512_madd_epi16(wide(w + 4 * q * BLOCK + 2 * LANES), columns));
+#else
+                    const __m256i columns = _mm256_set1_epi64x(four);
+                    const auto wide = [&](const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); };
+                    left += Ints(_mm256_madd_epi16(wide(w + 4 * q * BLOCK), columns));
+                    right += Ints(_mm256_madd_epi16(wide(w + 4 * q * BLOCK + 2 * LANES), columns));
+#endif
+                }
+                for (int64_t lane = 0; lane < LANES; ++lane) {
+                    const Ints& half = lane < LANES / 2 ? left : right;
+                    const int64_t first = lane % (LANES / 2) * 2;
+                    totals[r][v][lane] += double(half[first]) + double(half[first + 1]);
+                }
+#else
+                for (int64_t lane = 0; lane < LANES; ++lane) {
+                    int32_t sum = 0;
+                    for (int64_t q = start; q < stop; ++q)
+                        for (int64_t j = 0; j < 4; ++j) sum += int32_t(w[4 * (q * BLOCK + lane) + j]) * u[4 * q + j];
+                    totals[r][v][lane] += sum;
+                }
+#endif
+            }
+    }
+}
+#endif
+
 // Weight (n_out, n_in) in type T. If scales (n_out) are given, the weight is in 8 bits, with the sums of its rows; if scales of
 // groups, in 4 bits. bias is (n_out) or null.
 template <typename T>
@@ -480,6 +526,15 @@ struct Matrix {
     int64_t n_in, n_out;
     const BF16* group_scale;
 };
+
+template <typename T>
+bool in_blocks(const Matrix<T>& matrix) { return matrix.scale || matrix.group_scale; }
+
+template <typename T>
+int64_t bytes_of_row(const Matrix<T>& matrix) {
+    if (matrix.group_scale) return groups(matrix.n_in) * GROUP / 2;
+    return matrix.scale ? 4 * quads(matrix.n_in) : matrix.n_in * int64_t(sizeof(T));
+}
 
 // Input rows in the form that the matrix needs. numbers: (n_row, n_in), which are x itself if it has this form.
 template <typename T>
@@ -495,7 +550,7 @@ template <typename T>
 const Rows<T>& rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row, Rows<T>& own, Rows<T>& shared) {
     const int64_t n_in = matrix.n_in;
     if constexpr (std::is_same_v<T, Factor<T>>) own.numbers = x;
-    const bool is_whole = !matrix.scale && !matrix.group_scale;
+    const bool is_whole = !in_blocks(matrix);
     if (is_whole && std::is_same_v<T, Factor<T>>) return own;
     Rows<T>& rows = n_row > TILE ? shared : own;
     const auto enlarge = [&] {
@@ -522,58 +577,34 @@ const Rows<T>& rows_for(const Matrix<T>& matrix, const T* x, int64_t n_row, Rows
     return rows;
 }
 
-#ifdef __AVX512VNNI__
-// Products of OUTPUTS rows of a weight with R rows of x, in bytes: pairs of bf16 with fp32 sums, or bytes with integer sums. Each
-// number loaded is used in several products. A sum is the same, bit for bit, for every R.
+#ifdef __AVX512BF16__
+// Products of OUTPUTS rows of a weight with R rows of x, of n_byte bytes each: pairs of bf16 with fp32 sums. Each number loaded
+// is used in several products. A sum is the same, bit for bit, for every R.
 // ONE_BY_ONE reads the weights in the order of memory, which processors read more than twice as fast as four rows beside each
 // other; else they should be in the cache.
 constexpr int64_t OUTPUTS = 4;
 
-struct PairsOfBF16 {
-    using Number = float;
-    using Sums = Floats;
-#ifdef __AVX512BF16__
-    static Sums with(Sums sums, __m512i w, __m512i x) { return _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x); }
-#endif
-};
-
-struct FourBytes {
-    using Number = int32_t;
-    using Sums = int32_t __attribute__((vector_size(64)));
-    static Sums with(Sums sums, __m512i w, __m512i x) { return Sums(_mm512_dpbusd_epi32(__m512i(sums), x, w)); }
-};
-
 // The sum of each of 16 vectors. That of vector 4 o + r is number 4 r + o of the result. By halves, as in `sum`.
-template <typename V>
-__attribute__((always_inline)) inline V sums_of_each(const V* v) {
-    const auto halves = [](V a, V b) {
-        return V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0x44)) + V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0xee));
-    };
-    const auto quarters = [](V a, V b) {
-        return V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0x88)) + V(_mm512_shuffle_f32x4(__m512(a), __m512(b), 0xdd));
-    };
-    const auto eighths = [](V a, V b) {
-        return V(_mm512_shuffle_ps(__m512(a), __m512(b), 0x44)) + V(_mm512_shuffle_ps(__m512(a), __m512(b), 0xee));
-    };
-    const auto sixteenths = [](V a, V b) {
-        return V(_mm512_shuffle_ps(__m512(a), __m512(b), 0x88)) + V(_mm512_shuffle_ps(__m512(a), __m512(b), 0xdd));
-    };
-    V four[4];
+__attribute__((always_inline)) inline Floats sums_of_each(const Floats* v) {
+    const auto halves = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee); };
+    const auto quarters = [](__m512 a, __m512 b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+    const auto eighths = [](__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee); };
+    const auto sixteenths = [](__m512 a, __m512 b) { return _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd); };
+    __m512 four[4];
 #pragma GCC unroll 4
     for (int64_t o = 0; o < 4; ++o)
         four[o] = quarters(halves(v[4 * o], v[4 * o + 1]), halves(v[4 * o + 2], v[4 * o + 3]));
     return sixteenths(eighths(four[0], four[1]), eighths(four[2], four[3]));
 }
 
-// The products of weight row o and row r, of n_byte bytes each, are number 4 r + o of `totals`.
-template <typename Kind, int64_t R, bool ONE_BY_ONE>
-__attribute__((always_inline)) inline void square(
-    const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
+// The product of weight row o and row r is number 4 r + o of `totals`.
+template <int64_t R, bool ONE_BY_ONE>
+__attribute__((always_inline)) inline void square(const char* const* w, const char* const* x, int64_t n_byte, float* totals) {
     constexpr int64_t TOGETHER = ONE_BY_ONE ? 1 : OUTPUTS;
-    typename Kind::Sums kept[16] = {};
+    Floats kept[16] = {};
 #pragma GCC unroll 4
     for (int64_t first = 0; first < OUTPUTS; first += TOGETHER) {
-        typename Kind::Sums sums[TOGETHER * R] = {};
+        Floats sums[TOGETHER * R] = {};
         const auto add = [&](int64_t k, __mmask64 here) {
             __m512i rows[R];
 #pragma GCC unroll 4
@@ -583,7 +614,8 @@ __attribute__((always_inline)) inline void square(
                 __m512i weights = _mm512_maskz_loadu_epi8(here, w[first + o] + k);
                 asm("" : "+v"(weights));  // g++ would load them again for each row
 #pragma GCC unroll 4
-                for (int64_t r = 0; r < R; ++r) sums[R * o + r] = Kind::with(sums[R * o + r], weights, rows[r]);
+                for (int64_t r = 0; r < R; ++r)
+                    sums[R * o + r] = _mm512_dpbf16_ps(sums[R * o + r], (__m512bh)weights, (__m512bh)rows[r]);
             }
         };
         int64_t k = 0;
@@ -594,17 +626,14 @@ __attribute__((always_inline)) inline void square(
 #pragma GCC unroll 4
             for (int64_t r = 0; r < R; ++r) kept[4 * (first + o) + r] = sums[R * o + r];
     }
-    const typename Kind::Sums all = sums_of_each(kept);
-    std::memcpy(totals, &all, sizeof all);
+    store<LANES>(totals, sums_of_each(kept));
 }
 
-template <typename Kind>
-void square(
-    int64_t n_row, bool cached, const char* const* w, const char* const* x, int64_t n_byte, typename Kind::Number* totals) {
-    if (n_row == 1) square<Kind, 1, true>(w, x, n_byte, totals);
-    else if (n_row == 2) square<Kind, 2, true>(w, x, n_byte, totals);
-    else if (!cached) square<Kind, 4, true>(w, x, n_byte, totals);
-    else square<Kind, 4, false>(w, x, n_byte, totals);
+void square(int64_t n_row, bool cached, const char* const* w, const char* const* x, int64_t n_byte, float* totals) {
+    if (n_row == 1) square<1, true>(w, x, n_byte, totals);
+    else if (n_row == 2) square<2, true>(w, x, n_byte, totals);
+    else if (!cached) square<4, true>(w, x, n_byte, totals);
+    else square<4, false>(w, x, n_byte, totals);
 }
 #else
 constexpr int64_t OUTPUTS = 1;
@@ -621,24 +650,41 @@ struct Tile {
 
 constexpr int64_t WIDEST = std::max(BLOCK, OUTPUTS);
 
-template <typename T>
-void add_bias(const Matrix<T>& matrix, const Tile& tile, float* values) {
-    if (matrix.bias)
-        for (int64_t r = 0; r < tile.n_row; ++r)
-            for (int64_t o = 0; o < tile.n_out; ++o) values[r * tile.width + o] += number(matrix.bias[tile.n + o]);
-}
-
-// `products` with weights in 4 bits.
+// `products` with weights in 8 or 4 bits.
 template <typename T>
 void products_of_blocks(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, float* values) {
-    const int64_t n_group = groups(matrix.n_in), before = tile.n / BLOCK * n_group;
-    const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight) + before * GROUP / 2 * BLOCK;
-    const BF16* scale = matrix.group_scale + before * BLOCK;
-    const Bytes* x[TILE];
-    for (int64_t r = 0; r < TILE; ++r) x[r] = &rows.bytes[tile.m + std::min(r, tile.n_row - 1)];
-    if (tile.n_row == 1) block_products<1>(weight, scale, x, n_group, values);
-    else if (tile.n_row == 2) block_products<2>(weight, scale, x, n_group, values);
-    else block_products<TILE>(weight, scale, x, n_group, values);
+    const auto row = [&](int64_t r) { return tile.m + std::min(r, tile.n_row - 1); };  // beyond n_row: the last one again
+    if (matrix.group_scale) {
+        const int64_t n_group = groups(matrix.n_in), before = tile.n / BLOCK * n_group;
+        const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight) + before * GROUP / 2 * BLOCK;
+        const BF16* scale = matrix.group_scale + before * BLOCK;
+        const Bytes* x[TILE];
+        for (int64_t r = 0; r < TILE; ++r) x[r] = &rows.bytes[row(r)];
+        if (tile.n_row == 1) block_products<1>(weight, scale, x, n_group, values);
+        else if (tile.n_row == 2) block_products<2>(weight, scale, x, n_group, values);
+        else block_products<TILE>(weight, scale, x, n_group, values);
+        return;
+    }
+    const int64_t n_quad = quads(matrix.n_in);
+    const int8_t* weight = static_cast<const int8_t*>(matrix.weight) + tile.n * 4 * n_quad;
+    const Integers* x[TILE];
+    for (int64_t r = 0; r < TILE; ++r) x[r] = &rows.integers[row(r)];
+    float scale[BLOCK] = {};
+    Exact shift[N_VECTOR] = {}, totals[TILE][N_VECTOR];  // doubles hold the sums exactly
+    for (int64_t o = 0; o < tile.n_out; ++o) {
+        scale[o] = matrix.scale[tile.n + o];
+        shift[o / LANES][o % LANES] = double(SHIFT) * matrix.sums[tile.n + o];
+    }
+    if (tile.n_row == 1) byte_sums<1>(weight, x, n_quad, shift, totals);
+    else if (tile.n_row == 2) byte_sums<2>(weight, x, n_quad, shift, totals);
+    else if (LANES == 16) byte_sums<TILE>(weight, x, n_quad, shift, totals);
+    else  // more sums do not fit the registers
+        for (int64_t r = 0; r < TILE; r += 2) byte_sums<2>(weight, x + r, n_quad, shift, totals + r);
+    for (int64_t r = 0; r < tile.n_row; ++r)
+        for (int64_t v = 0; v < N_VECTOR; ++v) {
+            const Floats in_steps = __builtin_convertvector(totals[r][v], Floats) * vector(scale + v * LANES);
+            store<LANES>(values + r * BLOCK + v * LANES, in_steps * rows.integers[tile.m + r].step);
+        }
 }
 
 // Entry o of row r of a tile is values[r * width + o].
@@ -646,61 +692,22 @@ template <typename T>
 void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, float* values) {
     const auto [m, n_row, n, n_out, width, next, part, n_part] = tile;
     const int64_t n_in = matrix.n_in;
-    if (matrix.group_scale) {
-        products_of_blocks(matrix, rows, tile, values);
-        add_bias(matrix, tile, values);
-        return;
-    }
-#ifdef __AVX512VNNI__
-    const int64_t n_byte = n_in * (matrix.scale ? 1 : sizeof(T));
-    const char *w[OUTPUTS], *x[TILE];  // what is beyond n_out and n_row repeats the last one, and is not read
-    for (int64_t o = 0; o < OUTPUTS; ++o)
-        w[o] = static_cast<const char*>(matrix.weight) + (n + std::min(o, n_out - 1)) * n_byte;
     if (n_part) {
-        const char* first = static_cast<const char*>(matrix.weight) + next * n_byte;
-        for (int64_t k = IN_CACHE * n_byte * part / n_part; k < IN_CACHE * n_byte * (part + 1) / n_part; k += 64)
-            _mm_prefetch(first + k, _MM_HINT_T1);
+        const int64_t n_byte = IN_CACHE * bytes_of_row(matrix);
+        const char* first = static_cast<const char*>(matrix.weight) + next * bytes_of_row(matrix);
+        for (int64_t k = n_byte * part / n_part; k < n_byte * (part + 1) / n_part; k += 64) __builtin_prefetch(first + k, 0, 2);
     }
-#endif
-    if (matrix.scale) {
-#ifdef __AVX512VNNI__
-        int32_t halves[TILE * OUTPUTS];
-        Vector<OUTPUTS>::Of scale;
-        Vector<OUTPUTS, double>::Of shift;  // doubles hold the sums exactly
-        for (int64_t o = 0; o < OUTPUTS; ++o) {
-            const int64_t at = n + std::min(o, n_out - 1);
-            scale[o] = matrix.scale[at], shift[o] = double(SHIFT) * matrix.sums[at];
-        }
-        const auto exact = [](const int32_t* sums) {
-            Vector<OUTPUTS, int32_t>::Of v;
-            std::memcpy(&v, sums, sizeof v);
-            return __builtin_convertvector(v, Vector<OUTPUTS, double>::Of);
-        };
-        for (int64_t r = 0; r < n_row; r += 2) {
-            for (int64_t i = 0; i < TILE; ++i) {
-                const Integers& row = rows.integers[m + std::min(r + i / 2, n_row - 1)];
-                x[i] = reinterpret_cast<const char*>(i % 2 ? row.low() : row.high());
-            }
-            square<FourBytes>(r + 1 < n_row ? 4 : 2, n_part > 0 || r, w, x, n_byte, halves);
-            for (int64_t i = 0; i < std::min<int64_t>(2, n_row - r); ++i) {
-                const auto total = 256 * exact(halves + 8 * i) + exact(halves + 8 * i + 4) - shift;
-                const auto in_steps = __builtin_convertvector(total, Vector<OUTPUTS>::Of) * scale;
-                store<OUTPUTS>(values + (r + i) * OUTPUTS, in_steps * rows.integers[m + r + i].step);
-            }
-        }
-#else
-        const int8_t* w = static_cast<const int8_t*>(matrix.weight) + n * n_in;
-        for (int64_t r = 0; r < n_row; ++r) {
-            const int64_t total = integer_dot(w, rows.integers[m + r], n_in, matrix.sums[n]);
-            values[r] = float(total) * matrix.scale[n] * rows.integers[m + r].step;
-        }
-#endif
-    } else {
+    if (in_blocks(matrix)) products_of_blocks(matrix, rows, tile, values);
+    else {
 #ifdef __AVX512BF16__
         if constexpr (std::is_same_v<T, BF16>) {
+            const int64_t n_byte = bytes_of_row(matrix);
+            const char *w[OUTPUTS], *x[TILE];  // what is beyond n_out and n_row repeats the last one, and is not read
+            for (int64_t o = 0; o < OUTPUTS; ++o)
+                w[o] = static_cast<const char*>(matrix.weight) + (n + std::min(o, n_out - 1)) * n_byte;
             for (int64_t r = 0; r < TILE; ++r)
                 x[r] = reinterpret_cast<const char*>(rows.numbers + (m + std::min(r, n_row - 1)) * n_in);
-            square<PairsOfBF16>(n_row, n_part > 0, w, x, n_byte, values);
+            square(n_row, n_part > 0, w, x, n_byte, values);
         } else
 #endif
             for (int64_t o = 0; o < n_out; ++o) {
@@ -713,14 +720,16 @@ void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, fl
                 for (int64_t r = 0; r < n_row; ++r) values[r * OUTPUTS + o] = totals[r];
             }
     }
-    add_bias(matrix, tile, values);
+    if (matrix.bias)
+        for (int64_t r = 0; r < n_row; ++r)
+            for (int64_t o = 0; o < n_out; ++o) values[r * width + o] += number(matrix.bias[n + o]);
 }
 
 // Calls work(tile) for every tile. Each thread of the team takes its share of the outputs and then waits for the others.
 template <typename T, typename Work>
 void by_tiles(const Matrix<T>& matrix, int64_t n_row, const Work& work) {
     const bool fetches = n_row > 2;  // fewer rows take less time than their weights take to arrive
-    const int64_t n_out = matrix.n_out, width = matrix.group_scale ? BLOCK : OUTPUTS;
+    const int64_t n_out = matrix.n_out, width = in_blocks(matrix) ? BLOCK : OUTPUTS;
     const int64_t block = fetches ? IN_CACHE : width, n_turn = (n_row + TILE - 1) / TILE, in_turn = block / width;
 #pragma omp for schedule(static)
     for (int64_t start = 0; start < n_out; start += block)
@@ -791,8 +800,12 @@ std::vector<float> placed(const T* x, int64_t d, float epsilon, const float* nor
     float factor = epsilon < 0 ? scale : scale / std::sqrt(dot(head.data(), head.data(), d) / d + epsilon);
     for (int64_t k = 0; k < d; ++k) head[k] *= norm ? factor * norm[k] : factor;
     if (turn) {
-        const std::vector<float> before = head;
-        for (int64_t k = 0; k < d; ++k) head[k] = before[k] * turn[k] + before[(k + d / 2) % d] * turn[d + k];
+        float *left = head.data(), *right = left + d / 2;
+        for (int64_t k = 0; k < d / 2; ++k) {
+            const float before = left[k];
+            left[k] = before * turn[k] + right[k] * turn[d + k];
+            right[k] = right[k] * turn[d / 2 + k] + before * turn[d + d / 2 + k];
+        }
     }
     return head;
 }
@@ -807,6 +820,45 @@ struct Scoring {
     const float *query_norm, *key_norm;
 };
 
+// e^x for x <= 0, accurate to the last places of fp32 (Cody and Waite's range reduction, a polynomial of degree 6).
+Floats exponential(Floats x) {
+    x = x < -87.0f ? Floats{} - 87 : x;  // NaN stays NaN
+    const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);  // the nearest integer
+    const Floats turns = __builtin_convertvector(n, Floats);
+    Floats r = x - turns * 0.693359375f;
+    keep_order(r);
+    r += turns * 2.12194440e-4f;
+    Floats y = Floats{} + 1.0f / 720;
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = y * r + c;
+    return Floats(Ints(y) + (n << 23));
+}
+
+// The n numbers from `place` on will be read soon.
+template <typename T>
+void fetch(const T* place, int64_t n) {
+    for (int64_t k = 0; k < n; k += 64 / sizeof(T)) __builtin_prefetch(place + k);
+}
+
+// The sum of n rows (n, d), each times its weight, is written to `total` (d). Meanwhile the n rows at `next` are fetched.
+template <typename T>
+void weighted_sum(const float* weights, const T* rows, int64_t n, int64_t d, const T* next, float* total) {
+    constexpr int64_t N = 64 / LANES;
+    int64_t k = 0;
+    for (; k + 64 <= d; k += 64) {
+        Floats sums[N] = {};
+        for (int64_t s = 0; s < n; ++s) {
+            fetch(next + s * d + k, 64);
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < N; ++i) sums[i] += weights[s] * vector(rows + s * d + k + i * LANES);
+        }
+        std::memcpy(total + k, sums, sizeof sums);
+    }
+    for (; k < d; ++k) {
+        total[k] = 0;
+        for (int64_t s = 0; s < n; ++s) total[k] += weights[s] * number(rows[s * d + k]);
+    }
+}
+
 // Attention of one new token for each of B texts: qkv (B, (H + 2G) D) -> out (B, H D). Text b has lengths[b] tokens so far;
 // they fill the first places of its cache, keys[b] and values[b] (G, capacity, D). The new key and value are appended.
 // turns (capacity, 2, D): the angles of each position, or null.
@@ -815,32 +867,38 @@ void attend_by_team(
     const T* qkv, T* const* keys, T* const* values, const float* turns, T* out, int64_t n_batch, int64_t n_head,
     int64_t n_kv_head, int64_t d, int64_t capacity, const int64_t* lengths, float epsilon, float scale,
     const Scoring& scoring) {
-    const int64_t shared = n_head / n_kv_head, width = (n_head + 2 * n_kv_head) * d;
+    const int64_t shared = n_head / n_kv_head, width = (n_head + 2 * n_kv_head) * d, n_work = n_batch * n_kv_head;
 #pragma omp for schedule(static)
-    for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
+    for (int64_t each = 0; each < n_work; ++each) {
         const int64_t b = each / n_kv_head, g = each % n_kv_head, length = lengths[b];
         const int64_t first = scoring.window ? std::max<int64_t>(0, length + 1 - scoring.window) : 0;  // visible key
         const float* turn = turns ? turns + length * 2 * d : nullptr;
+        const T* next_key = keys[(each + 1) % n_work / n_kv_head] + (each + 1) % n_kv_head * capacity * d;
         const T* new_key = qkv + b * width + (n_head + g) * d;
         T *key = keys[b] + g * capacity * d, *value = values[b] + g * capacity * d;
         const std::vector<float> own = placed(new_key, d, epsilon, scoring.key_norm, 1, turn);
         for (int64_t k = 0; k < d; ++k) store(key + length * d + k, own[k]);
         std::memcpy(value + length * d, new_key + n_kv_head * d, d * sizeof(T));
-        std::vector<float> weights(length + 1), retrieved(d);
+        const int64_t n_weight = length + 1 + LANES;  // whole vectors, from any first key on
+        std::vector<float> weights(n_weight), retrieved(d);
         for (int64_t h = g * shared; h < (g + 1) * shared; ++h) {
             const std::vector<float> query = placed(qkv + b * width + h * d, d, epsilon, scoring.query_norm, scale, turn);
             float largest = scoring.sinks ? scoring.sinks[h] : -INFINITY, total = 0;
             for (int64_t s = first; s <= length; ++s) {
+                fetch(value + s * d, d);
                 weights[s] = dot(key + s * d, query.data(), d);
                 if (scoring.cap > 0) weights[s] = scoring.cap * std::tanh(weights[s] / scoring.cap);
                 if (scoring.slopes) weights[s] -= scoring.slopes[h] * float(length - s);
                 largest = std::max(largest, weights[s]);
             }
             if (scoring.sinks) total = std::exp(scoring.sinks[h] - largest);
-            for (int64_t s = first; s <= length; ++s) total += weights[s] = std::exp(weights[s] - largest);
-            std::fill(retrieved.begin(), retrieved.end(), 0.0f);
-            for (int64_t s = first; s <= length; ++s)
-                for (int64_t k = 0; k < d; ++k) retrieved[k] += weights[s] * number(value[s * d + k]);
+            for (int64_t s = length + 1; s < n_weight; ++s) weights[s] = -INFINITY;
+            for (int64_t s = first; s <= length; s += LANES) {
+                const Floats shares = exponential(vector(&weights[s]) - largest);
+                std::memcpy(&weights[s], &shares, sizeof shares);
+                total += sum<LANES>(shares);
+            }
+            weighted_sum(&weights[first], value + first * d, length + 1 - first, d, next_key + first * d, retrieved.data());
             for (int64_t k = 0; k < d; ++k) store(out + (b * n_head + h) * d + k, retrieved[k] / total);
         }
     }

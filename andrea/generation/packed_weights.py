@@ -113,6 +113,8 @@ LONGEST_SUM = 2**31 // (127 * 255)
 # Up to this number of rows our kernels are faster than torch's, by the type of the rows: measured on a processor with AVX512-bf16,
 # with these instructions and held to AVX2 (bench/README.md).
 FEW_ROWS = {torch.float32: 16, torch.bfloat16: 64}
+# Beyond this number, torch's product in bf16 and the conversion of 8-bit weights take less time than our kernel.
+MANY_ROWS = 256
 
 
 def has_native(weight: Tensor) -> bool:
@@ -186,51 +188,20 @@ class OneDNNLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
-class Int8Linear(nn.Module):
-    """nn.Linear without gradients, with 8-bit weights: weight ≈ int8 (d_out, d_in) · scale (d_out,), rounded to nearest.
+class TorchInt8Linear(nn.Module):
+    """nn.Linear without gradients, with 8-bit weights as in `quantised`, for torch.compile and for the readable form."""
 
-    Our kernel rounds x to 16-bit integers, which is more precise than bf16. Torch's products do not round x.
-    """
+    kernel = None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, native: bool, pages: LargePages | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight, self.scale = quantised(weight.detach())
-        self.weight = self.weight if pages is None else pages.place(self.weight)
-        self.sums = self.weight.sum(1, dtype=torch.int32)
         self.bias = None if bias is None else bias.detach()
-        self.dtype = weight.dtype  # type of inputs and outputs
-        fits = native and weight.shape[1] <= LONGEST_SUM
-        self.kernel = function("linear", weight.dtype) if fits else None
-        self.matrix = self.descriptor()
 
     def forward(self, x: Tensor) -> Tensor:
-        n_in = self.weight.shape[1]
-        assert x.shape[-1] == n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.weight.shape)
-        n_row = x.numel() // n_in
-        if n_row > FEW_ROWS[x.dtype]:
-            return self.readable(x)
-        if self.kernel is None:
-            return self.written_out(x) if torch.compiler.is_compiling() else self.readable(x)
-        return self.by_kernel(x)
-
-    def by_kernel(self, x: Tensor) -> Tensor:
-        """`forward` with our kernel for any number of rows. It computes a row the same way whatever the other rows are."""
-        x, y = x.contiguous(), x.new_empty(*x.shape[:-1], len(self.weight))
-        self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), x.numel() // x.shape[-1])
-        return y
-
-    def descriptor(self) -> Matrix:
-        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
-        places = map(address, (self.weight, self.scale, self.sums, self.bias))
-        return Matrix(*places, n_in=self.weight.shape[1], n_out=self.weight.shape[0])
-
-    def rows(self, start: int, stop: int) -> Int8Linear:
-        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
-        part = copy.copy(self)
-        part.weight, part.scale, part.sums = (each[start:stop] for each in (self.weight, self.scale, self.sums))
-        part.bias = None if self.bias is None else self.bias[start:stop]
-        part.matrix = part.descriptor()
-        return part
+        n_row = x.numel() // self.weight.shape[1]
+        is_for_few = torch.compiler.is_compiling() and n_row <= FEW_ROWS[x.dtype]
+        return self.written_out(x) if is_for_few else self.readable(x)
 
     def readable(self, x: Tensor) -> Tensor:
         return linear(x, (self.weight * self.scale[:, None]).to(x.dtype), self.bias)
@@ -242,6 +213,13 @@ class Int8Linear(nn.Module):
         y = y.to(x.dtype).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
+    def rows(self, start: int, stop: int) -> TorchInt8Linear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        part = copy.copy(self)
+        part.weight, part.scale = self.weight[start:stop], self.scale[start:stop]
+        part.bias = None if self.bias is None else self.bias[start:stop]
+        return part
+
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight (d_out, d_in) -> int8 of the same shape, and scales (d_out,) fp32. The largest weight of a row becomes ±127."""
@@ -250,29 +228,35 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
-# In 4 bits, as in decode.cpp: weights of a row that share a scale, and rows that are kept together.
-GROUP, BLOCK = 32, 16
+# The layouts of 8 and 4 bits in decode.cpp: rows that are kept together, and weights of a row that share a scale.
+BLOCK, GROUP = 16, 32
 
 
-class Int4Linear(nn.Module):
-    """nn.Linear without gradients, with 4-bit weights: weight ≈ integer · scale of its group, for our kernel alone.
+class BlockLinear(nn.Module):
+    """Abstract: nn.Linear without gradients for our kernel, with weights of 8 or 4 bits in blocks of BLOCK rows.
 
-    The kernel rounds each group of x to 8-bit integers, a 127th of the group's largest number apart. It serves any number
-    of rows: its products are faster than torch's in bf16.
+    pack: weight (d_out, d_in) -> the tensors that the kernel takes, by their names in `Matrix`. The first dimension of each is
+    blocks.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, pages: LargePages | None = None) -> None:
         super().__init__()
-        integers, scale = quantised_in_4_bits(weight.detach())
-        self.weight, self.scale = in_blocks(integers, scale)
+        self.packed = self.pack(weight.detach())
         if pages is not None:
-            self.weight, self.scale = pages.place(self.weight), pages.place(self.scale)
+            self.packed = {name: pages.place(tensor) for name, tensor in self.packed.items()}
         self.bias = None if bias is None else bias.detach()
         self.dtype = weight.dtype  # type of inputs and outputs
         self.n_out, self.n_in = weight.shape
         self.n_skipped = 0  # rows of the first block before this layer's own
         self.kernel = function("linear", weight.dtype)
         self.matrix = self.descriptor()
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def all_rows(self) -> Tensor:
+        """The weights of all rows and columns of the blocks, fp32."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[-1] == self.n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.n_in)
@@ -284,37 +268,83 @@ class Int4Linear(nn.Module):
         self.kernel(self.matrix, x.data_ptr(), y.data_ptr(), x.numel() // self.n_in)
         return y[..., self.n_skipped :]
 
-    def descriptor(self) -> Matrix:
-        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
-        return Matrix(
-            weight=address(self.weight),
-            group_scale=address(self.scale),
-            bias=address(self.bias),
-            n_in=self.n_in,
-            n_out=self.n_skipped + self.n_out,
-        )
-
-    def rows(self, start: int, stop: int) -> Int4Linear:
-        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
-        part = copy.copy(self)
-        blocks = slice(start // BLOCK, -(-stop // BLOCK))
-        part.weight, part.scale = self.weight[blocks], self.scale[blocks]
-        part.n_skipped, part.n_out = start % BLOCK, stop - start
-        if self.bias is not None:
-            part.bias = functional.pad(self.bias[start:stop], (part.n_skipped, 0))
-        part.matrix = part.descriptor()
-        return part
-
     def readable(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias[self.n_skipped :]
         return linear(x, self.dequantised().to(x.dtype), bias)
 
     def dequantised(self) -> Tensor:
         """The weights that the kernel uses, (d_out, d_in) fp32."""
-        halves = torch.stack([self.weight & 15, self.weight >> 4], dim=3)  # (blocks, groups, 4, 2, BLOCK, 4)
+        return self.all_rows()[self.n_skipped :][: self.n_out, : self.n_in]
+
+    def descriptor(self) -> Matrix:
+        """The structure that the kernel takes. It is made once and reused: each token needs some hundred products."""
+        places = {name: address(tensor) for name, tensor in self.packed.items()}
+        return Matrix(**places, bias=address(self.bias), n_in=self.n_in, n_out=self.n_skipped + self.n_out)
+
+    def rows(self, start: int, stop: int) -> BlockLinear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        part = copy.copy(self)
+        part.packed = {name: tensor[start // BLOCK : -(-stop // BLOCK)] for name, tensor in self.packed.items()}
+        part.n_skipped, part.n_out = start % BLOCK, stop - start
+        if self.bias is not None:
+            part.bias = functional.pad(self.bias[start:stop], (part.n_skipped, 0))
+        part.matrix = part.descriptor()
+        return part
+
+
+class Int8Linear(BlockLinear):
+    """With 8-bit weights: weight ≈ int8 · scale of its row, rounded to nearest.
+
+    Our kernel rounds x to 16-bit integers, which is more precise than bf16. Torch's products do not round x.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16 and x.numel() // self.n_in > MANY_ROWS and cpu_multiplies_bf16():
+            return self.readable(x)
+        return super().forward(x)
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        """weight (blocks, quads, BLOCK, 4) int8, scale (blocks, BLOCK) fp32, and the sums of each row (blocks, BLOCK) int32."""
+        integers, scale = quantised(weight)
+        n_new, n_quad = -len(weight) % BLOCK, -(-weight.shape[1] // 4)
+        integers = functional.pad(integers, (0, -weight.shape[1] % 4, 0, n_new)).view(-1, BLOCK, n_quad, 4)
+        sums, scale = integers.sum((2, 3), dtype=torch.int32), functional.pad(scale, (0, n_new)).view(-1, BLOCK)
+        return {"weight": integers.transpose(1, 2).contiguous(), "scale": scale, "sums": sums}
+
+    def all_rows(self) -> Tensor:
+        quads = self.packed["weight"].view(torch.int32)[..., 0]  # (blocks, quads, BLOCK)
+        integers = quads.mT.contiguous().view(torch.int8)  # (blocks, BLOCK, columns)
+        return (integers * self.packed["scale"][..., None]).flatten(0, 1)
+
+
+class Int4Linear(BlockLinear):
+    """With 4-bit weights: weight ≈ integer · scale of its group.
+
+    The kernel rounds each group of x to 8-bit integers, a 127th of the group's largest number apart. It serves any number
+    of rows: its products are faster than torch's in bf16.
+    """
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        """weight (blocks, groups, 4, BLOCK, 4) uint8, each two integers plus 8, and group_scale (blocks, groups, BLOCK) bf16."""
+        integers, scale = quantised_in_4_bits(weight)
+        n_new, n_group = -len(weight) % BLOCK, scale.shape[1]
+        q = functional.pad(integers + 8, (0, 0, 0, n_new), value=8).to(torch.uint8)
+        q = q.view(-1, BLOCK, n_group, 4, 2, 4).permute(0, 2, 3, 4, 1, 5)  # (blocks, groups, 4, 2, BLOCK, 4)
+        scale = functional.pad(scale, (0, 0, 0, n_new)).view(-1, BLOCK, n_group).mT.contiguous()
+        return {"weight": (q[:, :, :, 0] | q[:, :, :, 1] << 4).contiguous(), "group_scale": scale}
+
+    def all_rows(self) -> Tensor:
+        weight, scale = self.packed["weight"], self.packed["group_scale"]
+        halves = torch.stack([weight & 15, weight >> 4], dim=3)  # (blocks, groups, 4, 2, BLOCK, 4)
         integers = halves.permute(0, 4, 1, 2, 3, 5).flatten(2, 5) - 8.0  # (blocks, BLOCK, columns)
-        scale = self.scale.float().mT.repeat_interleave(GROUP, dim=2)
-        return (integers * scale).flatten(0, 1)[self.n_skipped :][: self.n_out, : self.n_in]
+        return (integers * scale.float().mT.repeat_interleave(GROUP, dim=2)).flatten(0, 1)
+
+
+def int8_linear(weight: Tensor, bias: Tensor | None, native: bool, pages: LargePages | None) -> nn.Module:
+    """For our kernel if `native` and if the sums of a row fit its 32 bits; else for torch."""
+    if native and weight.shape[1] <= LONGEST_SUM:
+        return Int8Linear(weight, bias, pages)
+    return TorchInt8Linear(weight, bias)
 
 
 def quantised_in_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -328,15 +358,6 @@ def quantised_in_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = (largest / -8).bfloat16()
     steps = weight / torch.where(scale == 0, 1, scale.float())
     return steps.round().clamp(-8, 7).to(torch.int8).flatten(1), scale[..., 0]
-
-
-def in_blocks(integers: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The layout of decode.cpp: (blocks, groups, 4, BLOCK, 4) uint8, each two integers plus 8, and (blocks, groups, BLOCK)."""
-    n_new = -len(integers) % BLOCK
-    q = functional.pad(integers + 8, (0, 0, 0, n_new), value=8).to(torch.uint8)
-    q = q.view(-1, BLOCK, scale.shape[1], 4, 2, 4).permute(0, 2, 3, 4, 1, 5)  # (blocks, groups, 4, 2, BLOCK, 4)
-    weight = (q[:, :, :, 0] | q[:, :, :, 1] << 4).contiguous()
-    return weight, functional.pad(scale, (0, 0, 0, n_new)).view(-1, BLOCK, scale.shape[1]).mT.contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -501,7 +522,8 @@ class NativeBlocks:
     @staticmethod
     def serves(model: GPT) -> bool:
         """Whether the kernel computes every part of this packed model."""
-        linears = [module for module in model.modules() if isinstance(module, (NativeLinear, Int8Linear, Int4Linear))]
+        kinds = NativeLinear, BlockLinear, TorchInt8Linear
+        linears = [module for module in model.modules() if isinstance(module, kinds)]
         norms = [model.final_norm, *(norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm))]
         return (
             all(isinstance(block.attention, NativeAttention) for block in model.blocks)
@@ -594,7 +616,7 @@ class PackedGPT:
         pages = LargePages(bytes_of_matrices(model, bits)) if native else None
         make_linear: MakeLinear = functools.partial(NativeLinear, pages=pages) if native else OneDNNLinear
         if bits == 8:
-            make_linear = functools.partial(Int8Linear, native=native, pages=pages)
+            make_linear = functools.partial(int8_linear, native=native, pages=pages)
         elif bits == 4:
             make_linear = functools.partial(Int4Linear, pages=pages)
         self.head = make_linear(model.head_weight, None)
@@ -681,10 +703,13 @@ def bytes_of_matrices(model: GPT, bits: int | None) -> int:
 
 def bytes_of(weight: Tensor, bits: int | None) -> list[int]:
     """The number of bytes of each tensor that keeps this matrix (d_out, d_in) in the packed model's large pages."""
+    n_row = -(-len(weight) // BLOCK) * BLOCK
+    if bits == 8:
+        return [n_row * -(-weight.shape[1] // 4) * 4, n_row * 4, n_row * 4]
     if bits == 4:
-        n_group = -(-len(weight) // BLOCK) * BLOCK * -(-weight.shape[1] // GROUP)
+        n_group = n_row * -(-weight.shape[1] // GROUP)
         return [n_group * GROUP // 2, n_group * 2]
-    return [weight.numel() if bits == 8 else weight.nbytes]
+    return [weight.nbytes]
 
 
 def replace_parts(module: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:

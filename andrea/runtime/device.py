@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import mmap
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,11 +237,15 @@ class LargePages:
         """The bytes that a tensor of `n_bytes` occupies, rounded up to the alignment."""
         return -(-n_bytes // cls.ALIGNMENT_BYTES) * cls.ALIGNMENT_BYTES
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of `tensor` in this memory. The memory is freed together with its last tensor."""
-        start, self.used = self.used, self.used + self.aligned_bytes(tensor.nbytes)
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in this memory, which is freed together with its last tensor. A page is occupied from its first number on."""
+        n_number = math.prod(shape)
+        start, self.used = self.used, self.used + self.aligned_bytes(n_number * dtype.itemsize)
         assert self.used <= len(self.memory), f"{self.used} bytes do not fit {len(self.memory)}"
-        if not tensor.numel():
-            return tensor
-        placed = torch.frombuffer(self.memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        return placed.view(tensor.shape).copy_(tensor)
+        if not n_number:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, count=n_number, offset=start).view(shape)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy of `tensor` in this memory."""
+        return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)

@@ -17,6 +17,7 @@ from andrea.attention import multihead
 from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packed_weights
 from andrea.generation.engine import Window, step
 from andrea.generation.packed_weights import (
+    BLOCK,
     FEW_ROWS,
     GROUP,
     Int4Linear,
@@ -26,7 +27,9 @@ from andrea.generation.packed_weights import (
     NativeRMSNorm,
     OneDNNLinear,
     PackedGPT,
+    TorchInt8Linear,
     has_onednn,
+    int8_linear,
     pack,
     quantised,
     quantised_in_4_bits,
@@ -113,26 +116,47 @@ def test_int8_is_the_nearest_of_255_steps_of_each_row():
     assert ((in_8_bits * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all() and not in_8_bits[4].any()
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (16, 32), (17, 66), (131, 67), (48, 96)])
+def test_int8_weights_come_back_from_their_blocks(shape):
+    """Also where neither side fills its blocks, and of a part whose first row is in the middle of a block."""
+    integers, scale = quantised(weight := draw(*shape))
+    expected, layer = integers * scale[:, None], Int8Linear(weight, None)
+    assert torch.equal(layer.dequantised(), expected)
+    assert torch.equal(layer.rows(3, shape[0] - 1).dequantised(), expected[3:-1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 7, 3), (3, 67, 131), (1, 3072, 17), (16, 130, 9)])
+@pytest.mark.parametrize("shape", [(1, 7, 5), (3, 67, 131), (1, 3072, 17), (16, 130, 9), (70, 96, 48)])
 def test_int8_linear(dtype, bias, shape):
     """Of the same 8-bit weights. Our kernel rounds x to a 32767th of its largest entry, and then sums exactly."""
     n_row, n_in, n_out = shape
     x, weight = draw(n_row, n_in).to(dtype), draw(n_out, n_in).to(dtype)
     added = draw(n_out).to(dtype) if bias else None
-    layer = Int8Linear(weight, added, native=True)
-    kept = layer.weight.double() * layer.scale.double()[:, None]
+    layer, of_torch = Int8Linear(weight, added), TorchInt8Linear(weight, added)
+    kept = layer.dequantised().double()
     exact = functional.linear(x.double(), kept, None if added is None else added.double())
-    judge(layer.written_out(x), layer.readable(x), exact)
-    judge(layer.rows(1, n_out).readable(x), layer.readable(x)[:, 1:], exact[:, 1:])
+    judge(of_torch.written_out(x), of_torch.readable(x), exact)
+    judge(layer.readable(x), of_torch.readable(x), exact)
+    judge(of_torch.rows(1, n_out).readable(x), layer.readable(x)[:, 1:], exact[:, 1:])
     half_step = x.double().abs().amax(1, keepdim=True) / 32767 / 2 * 1.001
     in_16_bits = half_step * kept.abs().sum(1)  # (rows, d_out): the most that rounding x can do
     last_places = 4 * torch.finfo(dtype).eps * exact.abs().max()
-    for ours, part in ((layer(x), slice(None)), (layer.rows(1, n_out)(x), slice(1, None))):
-        assert ((ours.double() - exact[:, part]).abs() <= in_16_bits[:, part] + last_places).all()
+    for part, rows in ((layer, slice(None)), (layer.rows(3, n_out), slice(3, None))):
+        y = part.by_kernel(x)
+        assert ((y.double() - exact[:, rows]).abs() <= in_16_bits[:, rows] + last_places).all()
+        assert torch.equal(y, torch.cat([part.by_kernel(row[None]) for row in x]))  # whatever the other rows are
     if dtype == torch.bfloat16:
         judge(layer(x), layer.readable(x), exact)
+
+
+def test_the_largest_sums_are_exact_in_8_bits():
+    """Each product of 127 and ±32767 steps: 512 of them nearly fill 32 bits."""
+    weight, x = torch.full((3, 1300), 127.0), torch.full((4, 1300), 32767.0)
+    weight[1, 1:], x[1] = -127, -32767
+    weight[2, ::2], x[2, ::2] = -127, -32767
+    layer = Int8Linear(weight, None)
+    assert torch.equal(layer.by_kernel(x), (x.double() @ weight.double().mT).float())
 
 
 def test_int4_is_the_nearest_of_16_steps_of_each_group():
@@ -205,7 +229,7 @@ def test_many_rows_in_bf16(bias, multiplies, monkeypatch):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible_in_8_bits(bad):
-    for layer in (Int8Linear(draw(5, 67), None, native=True), Int4Linear(draw(5, 67), None)):
+    for layer in (Int8Linear(draw(5, 67), None), Int4Linear(draw(5, 67), None)):
         x = draw(3, 67)
         x[1, 13] = bad
         x[2] = 0
@@ -215,14 +239,14 @@ def test_what_is_not_finite_stays_visible_in_8_bits(bad):
 
 def test_sums_too_long_for_32_bits_are_torch_s():
     for n_in, by_kernel in ((66311, True), (66312, False)):
-        layer = Int8Linear(torch.ones(1, n_in), None, native=True)
+        layer = int8_linear(torch.ones(1, n_in), None, native=True, pages=None)
         assert (layer.kernel is not None) == by_kernel
         torch.testing.assert_close(layer(torch.ones(1, n_in)), torch.full((1, 1), float(n_in)), rtol=1e-4, atol=0)
 
 
 def test_the_smallest_numbers_keep_their_signs_in_8_bits():
     x = torch.tensor([[1e-38, -1e-38, 3e-41, 0.0]])
-    for layer in (Int8Linear(torch.eye(4), None, native=True), Int4Linear(torch.eye(4), None)):
+    for layer in (Int8Linear(torch.eye(4), None), Int4Linear(torch.eye(4), None)):
         assert (layer(x).sign() * x.sign() >= 0).all()
 
 
@@ -293,7 +317,9 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, bits, n_t
     # border of bf16, or of the 16 or 8 bits that a product in 8 or 4 bits reads, then becomes the next one.
     is_rounded_again = "exclusion" in name and (bits or dtype == torch.bfloat16)
     is_coarse = dtype == torch.bfloat16 or bits == 4
-    close = {"atol": 1e-2 if is_coarse else 1e-3, "rtol": 2e-2} if is_rounded_again else {}
+    close = {"atol": 3e-2 if bits == 4 else 1e-2 if is_coarse else 1e-3, "rtol": 2e-2} if is_rounded_again else {}
+    if bits == 8 and dtype == torch.float32 and not is_rounded_again:  # one step of 16 bits
+        close = {"atol": 1e-4, "rtol": 1e-3}
     if name == "exact gelu" and dtype == torch.float32:  # torch's own is off by 1.2e-6 at inputs up to 6, ours by 4e-7
         close = {"atol": 2e-4, "rtol": 1e-4}
     caches = [packed.make_cache(n_text, 8) for _ in range(2)]
@@ -359,19 +385,27 @@ def test_on_a_card_matrices_of_8_bits_have_one_product_for_queries_keys_and_valu
         }
         assert storages == {attention.side_by_side.weight.untyped_storage().data_ptr()}
     called = []
-    monkeypatch.setattr(packed_weights.Int8Linear, "forward", lambda self, x: called.append(self) or self.readable(x))
+    monkeypatch.setattr(
+        packed_weights.TorchInt8Linear, "forward", lambda self, x: called.append(self) or self.readable(x)
+    )
     assert torch.allclose(packed(tokens), expected, atol=1e-5)
     for block in packed.model.blocks:
         assert block.attention.side_by_side in called and block.attention.query not in called
 
 
 def test_memory_is_shared_by_the_stacked_projections_and_their_parts():
-    for bits in (None, 8):
+    for bits in (None, 8, 4):
         packed = pack(make_model(SHARED_KEYS).requires_grad_(False), bits=bits, compiled=False)
         attention = packed.model.blocks[1].attention
-        stacked = attention.project.weight
-        parts = [getattr(attention.attention, name).weight for name in ("query", "key", "value")]
-        assert [len(part) for part in parts] == [48, 16, 16] and len(stacked) == 80
+        stacked, *parts = (
+            layer.packed["weight"].flatten(1) if bits else layer.weight
+            for layer in (
+                attention.project,
+                *(getattr(attention.attention, name) for name in ("query", "key", "value")),
+            )
+        )
+        in_block = BLOCK if bits else 1
+        assert [len(part) * in_block for part in parts] == [48, 16, 16] and len(stacked) * in_block == 80
         assert {part.untyped_storage().data_ptr() for part in parts} == {stacked.untyped_storage().data_ptr()}
 
 
