@@ -106,14 +106,17 @@ void check_product(int64_t n_row, int64_t n_in, int64_t n_out, void (*linear)(co
     linear(&matrix, x.data(), y.data(), n_row);
     judge("product", y, product_twin(exact(weight), exact(x), exact(bias), n_row, n_in, n_out));
 
-    std::vector<int8_t> bytes(n_in * n_out);
+    const int64_t n_block = (n_out + BLOCK - 1) / BLOCK, n_quad = quads(n_in);
+    std::vector<int8_t> bytes(n_block * n_quad * BLOCK * 4);
     std::vector<int32_t> sums(n_out);
     const std::vector<float> scale(n_out, 0.01f);
     Doubles kept;
     for (int64_t k = 0; k < n_in * n_out; ++k) {
-        bytes[k] = int8_t(int64_t(generator() % 255) - 127);
-        sums[k / n_in] += bytes[k];
-        kept.push_back(double(scale[0]) * bytes[k]);
+        const int64_t n = k / n_in, column = k % n_in;
+        int8_t& byte = bytes[((n / BLOCK * n_quad + column / 4) * BLOCK + n % BLOCK) * 4 + column % 4];
+        byte = int8_t(int64_t(generator() % 255) - 127);
+        sums[n] += byte;
+        kept.push_back(double(scale[0]) * byte);
     }
     const Matrix<T> int8{bytes.data(), scale.data(), sums.data(), nullptr, n_in, n_out};
     linear(&int8, x.data(), y.data(), n_row);
@@ -130,7 +133,7 @@ void check_product(int64_t n_row, int64_t n_in, int64_t n_out, void (*linear)(co
     without_rounding(4.5 / 32767 / 2, kept, twin);
     judge("int8 product", y, twin, 2);
 
-    const int64_t n_group = groups(n_in), n_block = (n_out + BLOCK - 1) / BLOCK;
+    const int64_t n_group = groups(n_in);
     std::vector<uint8_t> halves(n_block * n_group * BLOCK * GROUP / 2, 0x88);  // zeros
     std::vector<BF16> group_scale(n_block * n_group * BLOCK);
     for (int64_t n = 0; n < n_out; ++n)
