@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -471,46 +471,45 @@ void byte_sums(const int8_t* weight, const Integers* const* x, int64_t n_quad, c
 #else
 constexpr int64_t QUADS_EXACT = 128;  // so many sums of four products of int8 and int16 fit 32 bits
 
+// A row of four bytes has two lanes of `sums`: the products of its bytes and x are added, of the first two and of the last two.
+Ints add_pairs(Ints sums, const int8_t* bytes, const int16_t* x) {
+    int64_t four;
+    std::memcpy(&four, x, sizeof four);
+#if defined(__AVX512BW__)
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)bytes));
+    return sums + Ints(_mm512_madd_epi16(wide, _mm512_set1_epi64(four)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)bytes));
+    return sums + Ints(_mm256_madd_epi16(wide, _mm256_set1_epi64x(four)));
+#elif defined(__SSE2__) && !defined(__AVX2__)
+    const __m128i twice = _mm_loadl_epi64((const __m128i*)bytes);
+    const __m128i wide = _mm_srai_epi16(_mm_unpacklo_epi8(twice, twice), 8);
+    return sums + Ints(_mm_madd_epi16(wide, _mm_set1_epi64x(four)));
+#elif defined(__aarch64__)
+    const int16x8_t wide = vmovl_s8(vld1_s8(bytes));
+    const int16x4_t columns = vld1_s16(x);
+    return sums + Ints(vpaddq_s32(vmull_s16(vget_low_s16(wide), columns), vmull_s16(vget_high_s16(wide), columns)));
+#else
+    for (int64_t i = 0; i < LANES; ++i) sums[i] += bytes[2 * i] * x[i % 2 * 2] + bytes[2 * i + 1] * x[i % 2 * 2 + 1];
+    return sums;
+#endif
+}
+
 template <int64_t R>
 void byte_sums(const int8_t* weight, const Integers* const* x, int64_t n_quad, const Exact*, Exact (*totals)[N_VECTOR]) {
     std::fill(totals[0], totals[R], Exact{});
     for (int64_t start = 0; start < n_quad; start += QUADS_EXACT) {
         const int64_t stop = std::min(n_quad, start + QUADS_EXACT);
-        for (int64_t v = 0; v < N_VECTOR; ++v)
-            for (int64_t r = 0; r < R; ++r) {
-                const int8_t* w = weight + 4 * v * LANES;
-                const int16_t* u = x[r]->whole.data();
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-                Ints left = {}, right = {};  // two sums of each row: of the rows' first half, and of their second
-                for (int64_t q = start; q < stop; ++q) {
-                    int64_t four;
-                    std::memcpy(&four, u + 4 * q, 8);
-#ifdef __AVX512BW__
-                    const __m512i columns = _mm512_set1_epi64(four);
-                    const auto wide = [&](const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); };
-                    left += Ints(_mm512_madd_epi16(wide(w + 4 * q * BLOCK), columns));
-                    right += Ints(_mm512_madd_epi16(wide(w + 4 * q * BLOCK + 2 * LANES), columns));
-#else
-                    const __m256i columns = _mm256_set1_epi64x(four);
-                    const auto wide = [&](const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); };
-                    left += Ints(_mm256_madd_epi16(wide(w + 4 * q * BLOCK), columns));
-                    right += Ints(_mm256_madd_epi16(wide(w + 4 * q * BLOCK + 2 * LANES), columns));
-#endif
-                }
-                for (int64_t lane = 0; lane < LANES; ++lane) {
-                    const Ints& half = lane < LANES / 2 ? left : right;
-                    const int64_t first = lane % (LANES / 2) * 2;
-                    totals[r][v][lane] += double(half[first]) + double(half[first + 1]);
-                }
-#else
-                for (int64_t lane = 0; lane < LANES; ++lane) {
-                    int32_t sum = 0;
-                    for (int64_t q = start; q < stop; ++q)
-                        for (int64_t j = 0; j < 4; ++j) sum += int32_t(w[4 * (q * BLOCK + lane) + j]) * u[4 * q + j];
-                    totals[r][v][lane] += sum;
-                }
-#endif
-            }
+        for (int64_t r = 0; r < R; ++r) {
+            Ints sums[2 * N_VECTOR] = {};  // two of each row
+            for (int64_t q = start; q < stop; ++q)
+#pragma GCC unroll 8
+                for (int64_t i = 0; i < 2 * N_VECTOR; ++i)
+                    sums[i] = add_pairs(sums[i], weight + 4 * q * BLOCK + 2 * i * LANES, x[r]->whole.data() + 4 * q);
+            for (int64_t i = 0; i < 2 * N_VECTOR; ++i)
+                for (int64_t k = 0; k < LANES / 2; ++k)
+                    totals[r][i / 2][i % 2 * LANES / 2 + k] += double(sums[i][2 * k]) + double(sums[i][2 * k + 1]);
+        }
     }
 }
 #endif
