@@ -10,6 +10,7 @@ B texts, T new tokens, H query heads, G key/value heads, D = d_head.
 
 from __future__ import annotations
 
+import abc
 import copy
 import ctypes
 import functools
@@ -232,7 +233,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 BLOCK, GROUP = 16, 32
 
 
-class BlockLinear(nn.Module):
+class BlockLinear(nn.Module, abc.ABC):
     """Abstract: nn.Linear without gradients for our kernel, with weights of 8 or 4 bits in blocks of BLOCK rows.
 
     pack: weight (d_out, d_in) -> the tensors that the kernel takes, by their names in `Matrix`. The first dimension of each is
@@ -251,12 +252,12 @@ class BlockLinear(nn.Module):
         self.kernel = function("linear", weight.dtype)
         self.matrix = self.descriptor()
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def pack(self, weight: Tensor) -> dict[str, Tensor]: ...
 
+    @abc.abstractmethod
     def all_rows(self) -> Tensor:
         """The weights of all rows and columns of the blocks, fp32."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[-1] == self.n_in and x.dtype == self.dtype, (x.shape, x.dtype, self.n_in)
