@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,14 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 class EditedRun:
     """A finished run of thirty steps with its checkpoint of step 15 and its prepared text, of which one file is edited."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, train: Callable[[list[str]], Any] = train_one) -> None:
         self.folder, self.runs, text = folder, folder / "runs", folder / "text"
         text.mkdir(parents=True)
         (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog, once more and once more\n" * 60)
         self.places = [f"runs_dir={self.runs}", f"data_dir={folder / 'data'}"]
         self.words = [*WORDS, *self.places, f"data.path={text}"]
         with contextlib.redirect_stdout(io.StringIO()):
-            train_one(self.words)
+            train(self.words)
         self.checkpoint = self.runs / "a" / "checkpoints" / "step-00000015"
         (self.prepared,) = (path.parent for path in (folder / "data").glob("*/meta.json"))
         places = [*self.checkpoint.iterdir(), *self.prepared.iterdir()]
@@ -184,8 +185,13 @@ def make_resumes(folder: Path) -> Handler:
 
 
 def make_commands(folder: Path) -> Handler:
-    """The same edits, each given to train.py in a fork of this process."""
-    run = EditedRun(folder)
+    """The same edits, each given to train.py in a fork of this process, which must not have trained before: autograd forbids it."""
+
+    def train(words: list[str]) -> None:
+        with tempfile.TemporaryFile() as printed:
+            assert ForkedTrain(words, printed, printed).wait() == 0
+
+    run = EditedRun(folder, train)
     shutil.copytree(run.runs, folder / "runs-before")
     data_line = f"  data: text {folder / 'text'}\n"
 

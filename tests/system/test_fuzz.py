@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,17 @@ INPUTS = {"configuration": 300, "token shards": 400, "checkpoints": 300, "resume
 IN_PROCESS = [name for name in TARGETS if name != "commands"]
 
 
+def attack(name: str, folder: Path) -> Outcome:
+    return fuzz(TARGETS[name], folder, INPUTS[name], first_seed=1)
+
+
 @pytest.mark.parametrize("name", IN_PROCESS + [pytest.param("commands", marks=pytest.mark.slow)])
 def test_hostile_inputs_are_taken_or_refused(name: str, tmp_path: Path) -> None:
-    outcome = fuzz(TARGETS[name], tmp_path, INPUTS[name], first_seed=1)
+    if name in IN_PROCESS:
+        outcome = attack(name, tmp_path)
+    else:  # it forks, which a process that has trained cannot do with autograd
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            outcome = fresh.submit(attack, name, tmp_path).result()
     assert outcome.inputs == INPUTS[name] and 0 < outcome.refused < outcome.inputs
     assert not outcome.findings
 
