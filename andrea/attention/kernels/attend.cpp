@@ -9,7 +9,7 @@
 //
 // Every matrix product is C = A B or C += A B. A is stored in rows of bf16. B is packed in pairs:
 // packed[k / 2][n][k % 2] = B[k][n]. One instruction multiplies one pair of A by the pairs of 16 columns of B, and adds the
-// products to 16 sums in fp32.
+// products to 16 sums in fp32. A processor with AMX does the products of 16 rows, 16 columns and 16 pairs in one instruction.
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +19,11 @@
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -91,11 +96,11 @@ __m512 modified(__m512 s, const Scoring& scoring, int64_t h, int64_t i, int64_t 
     return s;
 }
 
-// The left matrix of a product: rows lie `step` numbers apart, the pairs of a row `pair_step`.
+// The left matrix of a product: rows lie `step` numbers apart.
 struct Left {
     const BF16* start;
-    int64_t step, pair_step = 2;
-    Left from(int64_t row) const { return {start + row * step, step, pair_step}; }
+    int64_t step;
+    Left from(int64_t row) const { return {start + row * step, step}; }
 };
 
 // C = A B, or C += A B with ADD: A (M, 2 · pairs), packed B, C (M, 16 · N), whose rows lie c_step numbers apart.
@@ -109,7 +114,7 @@ void tile(Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_ste
         for (int n = 0; n < N; ++n) b[n] = (__m512bh)_mm512_loadu_si512(packed + 2 * (k * b_columns + n * LANES));
         for (int m = 0; m < M; ++m) {
             int32_t pair;
-            std::memcpy(&pair, a.start + m * a.step + k * a.pair_step, 4);
+            std::memcpy(&pair, a.start + m * a.step + 2 * k, 4);
             const __m512bh same = (__m512bh)_mm512_set1_epi32(pair);
             for (int n = 0; n < N; ++n) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], same, b[n]);
         }
@@ -126,35 +131,176 @@ void strip(Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_st
     for (; m < rows; ++m) tile<1, N, ADD>(a.from(m), packed, b_columns, c + m * c_step, c_step, pairs);
 }
 
+#ifdef TILES
+
+constexpr int64_t TILE = 16;  // rows of a tile, and its columns: of fp32, or of pairs of bf16
+
+// Whether the system lets this process use tiles. It is asked once: the registers are large, and saved at each task switch.
+const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+
+// The shapes of this thread's eight tiles, all full, until the block ends. Then they are as before, because other code in
+// this thread (oneDNN's) may rely on its own.
+struct Tiles {
+    struct alignas(64) Shapes {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    };
+    Shapes before;
+    Tiles() {
+        if (!has_tiles) return;
+        Shapes full{};
+        full.palette = 1;
+        for (int i = 0; i < 8; ++i) full.row_bytes[i] = 64, full.rows[i] = TILE;
+        asm volatile("sttilecfg %0" : "=m"(before));  // GCC's functions for these do not say that they read or write it all
+        asm volatile("ldtilecfg %0" : : "m"(full));
+    }
+    ~Tiles() {
+        if (has_tiles) asm volatile("ldtilecfg %0" : : "m"(before));
+    }
+};
+
+// C = A B, or C += A B with ADD, for M · 16 rows and N · 16 columns. pairs: a multiple of 16.
+template <int M, int N, bool ADD>
+void tiles(Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t pairs) {
+    const int64_t c_bytes = 4 * c_step, a_bytes = 2 * a.step, b_bytes = 4 * b_columns;
+    float* lower = c + TILE * c_step;
+    asm volatile("" ::: "memory");  // GCC does not know that loading a tile reads memory
+    if (ADD) {
+        _tile_loadd(0, c, c_bytes);
+        if (N > 1) _tile_loadd(1, c + TILE, c_bytes);
+        if (M > 1) _tile_loadd(2, lower, c_bytes);
+        if (M > 1 && N > 1) _tile_loadd(3, lower + TILE, c_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < pairs; k += TILE) {
+        const BF16 *left = a.start + 2 * k, *right = packed + 2 * k * b_columns;
+        _tile_loadd(4, left, a_bytes);
+        if (M > 1) _tile_loadd(5, left + TILE * a.step, a_bytes);
+        _tile_loadd(6, right, b_bytes);
+        if (N > 1) _tile_loadd(7, right + 2 * TILE, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if (N > 1) _tile_dpbf16ps(1, 4, 7);
+        if (M > 1) _tile_dpbf16ps(2, 5, 6);
+        if (M > 1 && N > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, c_bytes);
+    if (N > 1) _tile_stored(1, c + TILE, c_bytes);
+    if (M > 1) _tile_stored(2, lower, c_bytes);
+    if (M > 1 && N > 1) _tile_stored(3, lower + TILE, c_bytes);
+}
+
+// The first rows of C = A B that tiles can compute, and their number.
+template <bool ADD>
+int64_t product_of_tiles(
+    Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t rows, int64_t columns, int64_t pairs) {
+    const int64_t whole = rows / TILE * TILE;
+    for (int64_t n = 0; n < columns; n += 2 * TILE)
+        for (int64_t m = 0; m < whole; m += 2 * TILE) {
+            const bool tall = m + TILE < whole, wide = n + TILE < columns;
+            const auto block = tall ? wide ? tiles<2, 2, ADD> : tiles<2, 1, ADD> : wide ? tiles<1, 2, ADD> : tiles<1, 1, ADD>;
+            block(a.from(m), packed + 2 * n, b_columns, c + m * c_step + n, c_step, pairs);
+        }
+    return whole;
+}
+
+#else
+constexpr bool has_tiles = false;
+struct Tiles {};
+#endif
+
 // C = A B, or C += A B with ADD, for any number of rows. columns: a multiple of 16.
 template <bool ADD>
 void product(
     Left a, const BF16* packed, int64_t b_columns, float* c, int64_t c_step, int64_t rows, int64_t columns, int64_t pairs) {
     int64_t n = 0;
+#ifdef TILES
+    if (has_tiles && pairs % TILE == 0) {
+        const int64_t done = product_of_tiles<ADD>(a, packed, b_columns, c, c_step, rows, columns, pairs);
+        a = a.from(done), c += done * c_step, rows -= done;
+    }
+#endif
     for (; n + COLUMNS <= columns; n += COLUMNS) strip<4, ADD>(a, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
     for (; n < columns; n += LANES) strip<1, ADD>(a, packed + 2 * n, b_columns, c + n, c_step, pairs, rows);
+}
+
+// Exchange rows and columns of 16 × 16 numbers of 32 bits, in place.
+void transpose(__m512i x[LANES]) {
+    __m512i y[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int half = 0; half < 2; ++half) {
+            x[i + 2 * half] = _mm512_unpacklo_epi64(y[i + half], y[i + 2 + half]);
+            x[i + 2 * half + 1] = _mm512_unpackhi_epi64(y[i + half], y[i + 2 + half]);
+        }
+    for (int i = 0; i < 4; ++i)
+        for (int pair = 0; pair < 2; ++pair) {
+            y[8 * pair + i] = _mm512_shuffle_i32x4(x[8 * pair + i], x[8 * pair + 4 + i], 0x88);
+            y[8 * pair + 4 + i] = _mm512_shuffle_i32x4(x[8 * pair + i], x[8 * pair + 4 + i], 0xdd);
+        }
+    for (int i = 0; i < 8; ++i) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0x88);
+        x[8 + i] = _mm512_shuffle_i32x4(y[i], y[8 + i], 0xdd);
+    }
 }
 
 // Pack pairs of columns of x (n, D), whose rows lie `step` numbers apart: packed[k / 2][row][k % 2] = x[row][k]. Rows
 // n .. capacity-1 are zero.
 void pack_transposed(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* packed) {
-    for (int64_t row = 0; row < capacity; ++row)
-        for (int64_t pair = 0; pair < d / 2; ++pair) {
-            BF16* place = packed + 2 * (pair * capacity + row);
-            if (row < n) std::memcpy(place, x + row * step + 2 * pair, 4);
-            else place[0] = place[1] = 0;
+    for (int64_t row = 0; row < capacity; row += LANES)
+        for (int64_t pair = 0; pair < d / 2; pair += LANES) {
+            const int64_t pairs = std::min(LANES, d / 2 - pair);
+            __m512i block[LANES];
+            for (int64_t i = 0; i < LANES; ++i)
+                block[i] = _mm512_maskz_loadu_epi32(row + i < n ? (1u << pairs) - 1 : 0, x + (row + i) * step + 2 * pair);
+            transpose(block);
+            for (int64_t i = 0; i < pairs; ++i) _mm512_storeu_si512(packed + 2 * ((pair + i) * capacity + row), block[i]);
+        }
+}
+
+// x0 … x15 y0 … y15 of two rows (D) of x (n, D) from column k on. Rows n and later are zero.
+__m512i two_rows(const BF16* x, int64_t step, int64_t n, int64_t row, int64_t k) {
+    const __m256i none = _mm256_setzero_si256();
+    const __m256i first = row < n ? _mm256_loadu_si256((const __m256i*)(x + row * step + k)) : none;
+    const __m256i second = row + 1 < n ? _mm256_loadu_si256((const __m256i*)(x + (row + 1) * step + k)) : none;
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+}
+
+// Exchange rows and columns of up to QUERIES rows of x (n, D): columns[k][row] = x[row][k]. Rows n .. QUERIES-1 are zero.
+void transpose_queries(const BF16* x, int64_t step, int64_t n, int64_t d, BF16* columns) {
+    for (int64_t row = 0; row < QUERIES; row += 2 * LANES)
+        for (int64_t k = 0; k < d; k += LANES) {
+            __m512i block[LANES];
+            for (int64_t i = 0; i < LANES; ++i) block[i] = interleaved(two_rows(x, step, n, row + 2 * i, k));
+            transpose(block);
+            for (int64_t i = 0; i < LANES; ++i) _mm512_storeu_si512(columns + (k + i) * QUERIES + row, block[i]);
+        }
+}
+
+// Round x (D, capacity) to the rows of y (n, D), which lie `step` numbers apart.
+void store_transposed(const float* x, int64_t capacity, BF16* y, int64_t step, int64_t n, int64_t d) {
+    for (int64_t row = 0; row < n; row += LANES)
+        for (int64_t k = 0; k < d; k += LANES) {
+            __m512i block[LANES];
+            for (int64_t i = 0; i < LANES; ++i) block[i] = _mm512_loadu_si512(x + (k + i) * capacity + row);
+            transpose(block);
+            for (int64_t i = 0; i < std::min(LANES, n - row); ++i)
+                store(y + (row + i) * step + k, _mm512_castsi512_ps(block[i]));
         }
 }
 
 // Pack pairs of rows of x (n, D): packed[row / 2][k][row % 2] = x[row][k]. Rows n .. capacity-1 are zero; capacity is even.
 void pack(const BF16* x, int64_t step, int64_t n, int64_t d, int64_t capacity, BF16* packed) {
     for (int64_t row = 0; row < capacity; row += 2)
-        for (int64_t k = 0; k < d; k += LANES) {
-            const __m256i none = _mm256_setzero_si256();
-            const __m256i even = row < n ? _mm256_loadu_si256((const __m256i*)(x + row * step + k)) : none;
-            const __m256i odd = row + 1 < n ? _mm256_loadu_si256((const __m256i*)(x + (row + 1) * step + k)) : none;
-            _mm512_storeu_si512(packed + row * d + 2 * k, interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1)));
-        }
+        for (int64_t k = 0; k < d; k += LANES)
+            _mm512_storeu_si512(packed + row * d + 2 * k, interleaved(two_rows(x, step, n, row, k)));
 }
 
 int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -227,6 +373,7 @@ extern "C" void attend_forward(
     const int64_t *sq = steps, *sk = steps + 3, *sv = steps + 6, *so = steps + 9;
 #pragma omp parallel
     {
+        const Tiles shapes;
         std::vector<BF16> keys(capacity * d), values(capacity * d), weights(QUERIES * capacity);
         std::vector<float> scores(QUERIES * capacity), block(QUERIES * d);
 #pragma omp for schedule(dynamic)
@@ -255,8 +402,9 @@ extern "C" void attend_backward(
                   *sdk = steps + 18, *sdv = steps + 21;
 #pragma omp parallel
     {
+        const Tiles shapes;
         std::vector<BF16> keys(capacity * d), values(capacity * d), key_rows(capacity * d), d_scores(QUERIES * KEYS);
-        std::vector<BF16> p_pairs(QUERIES * KEYS), ds_pairs(QUERIES * KEYS), q_pairs(QUERIES * d), g_pairs(QUERIES * d);
+        std::vector<BF16> p_pairs(QUERIES * KEYS), ds_pairs(QUERIES * KEYS), q_columns(d * QUERIES), g_columns(d * QUERIES);
         std::vector<float> scores(QUERIES * KEYS), d_weights(QUERIES * KEYS), block(QUERIES * d), dk(d * capacity), dv(d * capacity);
 #pragma omp for schedule(dynamic)
         for (int64_t each = 0; each < n_batch * n_kv_head; ++each) {
@@ -270,7 +418,7 @@ extern "C" void attend_backward(
                 const BF16 *qh = q + b * sq[0] + h * sq[1], *oh = out + b * so[0] + h * so[1];
                 const BF16* gh = d_out + b * sg[0] + h * sg[1];
                 for (int64_t first = 0; first < n_token; first += QUERIES) {
-                    const int64_t rows = std::min(QUERIES, n_token - first), even = up_to(rows, 2);
+                    const int64_t rows = std::min(QUERIES, n_token - first), depth = up_to(rows, 2 * LANES);
                     const int64_t columns = up_to(first + rows, COLUMNS);
                     const float* block_lse = lse + (b * n_head + h) * n_token + first;
                     float own[QUERIES];
@@ -279,13 +427,13 @@ extern "C" void attend_backward(
                         for (int64_t c = 0; c < d; ++c)
                             own[m] += number(oh[(first + m) * so[2] + c]) * number(gh[(first + m) * sg[2] + c]);
                     }
-                    pack(qh + first * sq[2], sq[2], rows, d, QUERIES, q_pairs.data());
-                    pack(gh + first * sg[2], sg[2], rows, d, QUERIES, g_pairs.data());
+                    transpose_queries(qh + first * sq[2], sq[2], rows, d, q_columns.data());
+                    transpose_queries(gh + first * sg[2], sg[2], rows, d, g_columns.data());
                     std::fill(block.begin(), block.end(), 0.0f);
                     for (int64_t start = 0; start < columns; start += KEYS) {
                         product<false>({qh + first * sq[2], sq[2]}, keys.data() + 2 * start, capacity, scores.data(), KEYS, rows, KEYS, d / 2);
                         product<false>({gh + first * sg[2], sg[2]}, values.data() + 2 * start, capacity, d_weights.data(), KEYS, rows, KEYS, d / 2);
-                        for (int64_t m = 0; m < even; m += 2)
+                        for (int64_t m = 0; m < depth; m += 2)
                             for (int64_t n = 0; n < KEYS; n += LANES) {
                                 __m512 p[2], ds[2];
                                 for (int64_t i = 0; i < 2; ++i) {
@@ -310,8 +458,8 @@ extern "C" void attend_backward(
                                 _mm256_storeu_si256((__m256i*)(d_scores.data() + place + KEYS), _mm512_extracti64x4_epi64(of_ds, 1));
                             }
                         product<true>({d_scores.data(), KEYS}, key_rows.data() + start * d, d, block.data(), d, rows, d, KEYS / 2);
-                        product<true>({q_pairs.data(), 2, 2 * d}, ds_pairs.data(), KEYS, dk.data() + start, capacity, d, KEYS, even / 2);
-                        product<true>({g_pairs.data(), 2, 2 * d}, p_pairs.data(), KEYS, dv.data() + start, capacity, d, KEYS, even / 2);
+                        product<true>({q_columns.data(), QUERIES}, ds_pairs.data(), KEYS, dk.data() + start, capacity, d, KEYS, depth / 2);
+                        product<true>({g_columns.data(), QUERIES}, p_pairs.data(), KEYS, dv.data() + start, capacity, d, KEYS, depth / 2);
                     }
                     for (int64_t m = 0; m < rows; ++m)
                         for (int64_t c = 0; c < d; c += LANES)
@@ -320,13 +468,8 @@ extern "C" void attend_backward(
                                 _mm512_loadu_ps(block.data() + m * d + c));
                 }
             }
-            for (int64_t t = 0; t < n_token; ++t)
-                for (int64_t c = 0; c < d; c += LANES) {
-                    float of_k[LANES], of_v[LANES];
-                    for (int64_t i = 0; i < LANES; ++i) of_k[i] = dk[(c + i) * capacity + t], of_v[i] = dv[(c + i) * capacity + t];
-                    store(d_k + b * sdk[0] + g * sdk[1] + t * sdk[2] + c, _mm512_loadu_ps(of_k));
-                    store(d_v + b * sdv[0] + g * sdv[1] + t * sdv[2] + c, _mm512_loadu_ps(of_v));
-                }
+            store_transposed(dk.data(), capacity, d_k + b * sdk[0] + g * sdk[1], sdk[2], n_token, d);
+            store_transposed(dv.data(), capacity, d_v + b * sdv[0] + g * sdv[1], sdv[2], n_token, d);
         }
     }
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+import subprocess
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from andrea.attention import (
     refusal,
     sliding_window,
 )
-from andrea.attention.implementations.native import library, native_attention
+from andrea.attention.implementations.native import SOURCES, library, native_attention
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -41,6 +43,14 @@ def needs_bf16_fixture() -> None:
 def needs_bf16() -> None:
     if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("this processor does not multiply in bf16")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for processors of x86")
+@pytest.mark.parametrize("flags", ["-mavx512bf16 -mamx-tile -mamx-bf16", "-mavx512bf16", "-mno-avx512f"])
+def test_compiles_for_processors_with_tiles_and_without(flags: str) -> None:
+    source = SOURCES[BF16]
+    options = ["-march=skylake-avx512", *flags.split(), "-std=c++17", "-fopenmp", "-fsyntax-only"]
+    subprocess.run(["g++", *options, str(source)], check=True)
 
 
 #         B  H  G    T    D
