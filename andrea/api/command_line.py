@@ -48,12 +48,10 @@ def read(kind: type, argv: list[str]) -> CommandLine:
             groups[key] = value
         elif typing.get_origin(hint) is list:
             values.setdefault(key, []).append(value)
-        elif dict is typing.get_origin(hint) or (
-            value[:1] == "[" and tuple in map(typing.get_origin, typing.get_args(hint))
-        ):
-            values[key] = read_yaml(key, value)
         else:
-            values[key] = value
+            may_be_tuple = tuple in map(typing.get_origin, typing.get_args(hint))
+            is_yaml = typing.get_origin(hint) is dict or (may_be_tuple and value[:1] == "[")
+            values[key] = read_yaml(key, value) if is_yaml else value
     for group, choice in groups.items():
         check_choice(group, choice)
     return CommandLine(groups, values)
@@ -88,14 +86,11 @@ def compose(config_name: str, line: CommandLine) -> dict:
 
     try:
         with initialize_config_dir(config_dir=str(CONFIGS), **hydra_defaults()):
-            composed = hydra_compose(
-                config_name, overrides=[f"{group}={choice}" for group, choice in line.groups.items()]
-            )
+            groups = [f"{group}={choice}" for group, choice in line.groups.items()]
+            composed = hydra_compose(config_name, overrides=groups)
         plain = OmegaConf.to_container(composed, resolve=True)
     except (*hydra_errors(), YAMLError) as error:
-        raise UserError(
-            f"configs/{config_name}.yaml, or a group file that it names, cannot be read: {error}"
-        ) from error
+        raise UserError(f"configs/{config_name}.yaml, or a file of its groups, cannot be read: {error}") from error
     return lay_over(plain, line.values)
 
 

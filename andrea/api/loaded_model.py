@@ -29,17 +29,7 @@ from andrea.text.tokenizer import Tokenizer
 
 TextOrIds = str | Sequence[int] | np.ndarray | Tensor
 # The keys of configs/sample.yaml that `generate` and `stream` accept.
-GENERATE_KEYS = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "lookahead",
-    "seed",
-    "stop",
-)
+GENERATE_KEYS = "max_new_tokens temperature top_k top_p min_p repetition_penalty lookahead seed stop".split()
 WINDOWS_AT_ONCE = 8  # windows of T tokens that `log_probabilities` reads in one pass
 LARGEST_LOGITS = 1 << 25  # numbers that are computed at once: 128 MiB
 
@@ -202,15 +192,6 @@ class LoadedModel:
                 raise UserError(f"unknown keyword {key}; allowed: {', '.join(GENERATE_KEYS)}{near}")
         return parse(SampleConfig, to_plain(self.settings) | keywords)
 
-    def tokens_of(self, text: TextOrIds) -> list[int]:
-        """The token ids of `text`, at least one and at most sequence_length. Raises UserError."""
-        if isinstance(text, str):
-            return Engine(self.model, self.tokenizer).encode(text)  # without a dtype it copies no weights
-        ids, most = self.ids_of(text), self.model.config.sequence_length
-        if not 1 <= len(ids) <= most:
-            raise UserError(f"got {len(ids)} ids; the model reads from 1 to model.sequence_length={most}")
-        return ids
-
     def prompt_tokens(self, prompt: TextOrIds) -> list[int]:
         """The tokens that the model reads of a prompt: at least one, and at most the last sequence_length. Raises UserError."""
         tokens = last_tokens(self.engine, prompt if isinstance(prompt, str) else self.ids_of(prompt))
@@ -225,14 +206,17 @@ class LoadedModel:
             raise UserError(f"got {type(ids).__name__}; give text, or token ids: a list of whole numbers")
         outside = values[(values < 0) | (values >= self.tokenizer.n_vocab)]
         if outside.size:
-            raise UserError(
-                f"{outside[0]} is not a token id; the tokenizer has ids from 0 to {self.tokenizer.n_vocab - 1}"
-            )
+            raise UserError(f"{outside[0]} is not a token id; allowed: 0 to {self.tokenizer.n_vocab - 1}")
         return [int(value) for value in values]
 
     def batch_of(self, text: TextOrIds) -> Tensor:
-        """The token ids as a batch, (1, T) int64, on the model's device."""
-        return torch.tensor([self.tokens_of(text)], device=self.device)
+        """The token ids as a batch (1, T) int64 on the model's device, 1 ≤ T ≤ sequence_length. Raises UserError."""
+        most = self.model.config.sequence_length
+        # Without a dtype, the engine copies no weights.
+        ids = Engine(self.model, self.tokenizer).encode(text) if isinstance(text, str) else self.ids_of(text)
+        if not 1 <= len(ids) <= most:
+            raise UserError(f"got {len(ids)} ids; the model reads from 1 to model.sequence_length={most}")
+        return torch.tensor([ids], device=self.device)
 
 
 def is_list_of_prompts(prompt: Any) -> bool:

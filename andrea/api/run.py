@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from andrea.api.command_line import CommandLine, compose, configure, read
-from andrea.config import (
-    RunConfig,
-    UserError,
-    check_combinations,
-    chosen_groups,
-    lay_over,
-    parse,
-    parse_values,
-    to_plain,
-)
-from andrea.config.keys import flatten
+from andrea.config import RunConfig, UserError, lay_over, parse, to_plain
+from andrea.config.keys import chosen_groups, flatten
+from andrea.config.parse import check_combinations, parse_values
 from andrea.runtime.code_cache import torch_cache_folder
 from andrea.runtime.own_parts import allowing
 from andrea.runtime.program import module_command, module_environment
@@ -66,10 +58,8 @@ def train_one(argv: list[str]) -> FinishedRun:
 
         composed = with_teachers(composed)
     typed = parse_values(RunConfig, composed)
-    if (
-        typed.init_from and typed.objective.has_reference and not typed.train.teachers
-    ):  # as the reference of its objective
-        # Memory is planned for train.teachers, and a resumed run reads them again.
+    if typed.init_from and typed.objective.has_reference and not typed.train.teachers:
+        # The reference of the objective: memory is planned for train.teachers, and a resumed run reads them again.
         typed = dataclasses.replace(typed, train=dataclasses.replace(typed.train, teachers=[typed.init_from]))
     if not typed.resume:  # typed values of a resumed run are checked with those of the run
         check_combinations(typed)  # without init_from, a wrong command line ends here, before torch is loaded
@@ -97,12 +87,8 @@ def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[
         for name, rate in composed["optimizer"].items():
             # LoRA's factors begin at zero, and learn best at the whole rate.
             is_whole = is_lora and share == TUNING_RATE and name == "learning_rate"
-            if (
-                name.endswith("learning_rate")
-                and f"optimizer.{name}" not in values
-                and rate is not None
-                and not is_whole
-            ):
+            is_typed = f"optimizer.{name}" in values  # maybe not as a number
+            if name.endswith("learning_rate") and rate is not None and not is_whole and not is_typed:
                 suited[f"optimizer.{name}"] = share * float(rate)
         suited["train.patience"] = TUNING_PATIENCE
     return lay_over(copy.deepcopy(composed), {key: value for key, value in suited.items() if key not in values})
@@ -156,10 +142,8 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
             config = with_length_and_name(typed)
             ranks.from_rank_0(lambda: print("nothing to resume yet: starting a new run"))
         if checkpoint is None and config.model.lora_rank and not config.init_from:
-            raise UserError(
-                f"model.lora_rank={config.model.lora_rank} freezes all weights but the factors, and a new run has random ones; "
-                f"name a trained model with init_from=…, or set model.lora_rank=0"
-            )
+            frozen = f"model.lora_rank={config.model.lora_rank} freezes weights, which are random in a new run"
+            raise UserError(f"{frozen}; name a trained model with init_from=…, or set model.lora_rank=0")
         if config.dry_run:
             ranks.from_rank_0(lambda: print(describe(config, checkpoint, progress)))
             return FinishedRun(0, None)

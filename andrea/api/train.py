@@ -48,10 +48,7 @@ def train(*words: str) -> TrainedRun:
     settings of torch and of the process are restored. Raises UserError.
     """
     if switches := set(SWITCHES) & set(words):
-        raise UserError(
-            f"{min(switches)} is not supported here, because each run of a sweep is a process; "
-            "call train in a loop, or use train.py"
-        )
+        raise UserError(f"{min(switches)} is not supported here; call train in a loop, or use train.py")
     with process_settings_restored(), unfailing_output():
         finished = train_one(list(words))
     return TrainedRun(finished.folder, finished.exit_code, result_figures(finished.folder) if finished.folder else {})

@@ -49,9 +49,8 @@ def newest_of(checkpoints: list[Path], skip: Callable[[Damaged], None]) -> Check
 def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
     """The checkpoint that is a run's result: the one with the best evaluation, or the newest while validation still improves.
 
-    The newest checkpoint is the result if the last evaluation before it was the best so far. `report` gets a line if
-    another checkpoint is the result, and for each damaged checkpoint. Raises StorageFailed if the result, or a checkpoint
-    that may be the result, cannot be read now: another model is not what was asked for.
+    `report` gets a line if another than the newest is the result, and for each damaged one. Raises StorageFailed if a
+    checkpoint that may be the result cannot be read now: another model is not what was asked for.
     """
 
     def skip(fault: Damaged) -> None:
@@ -64,10 +63,7 @@ def result_of(run: Path, report: Callable[[str], None] = print) -> Checkpoint | 
     found = newest_of([best], skip)
     if found is None:
         return newest
-    report(
-        f"{run}: step {found.step} had the best evaluation, so it is used instead of the newest step, {newest.step}; "
-        f"to use the newest, name {newest.path}"
-    )
+    report(f"{run}: step {found.step} had the best evaluation and is used; to use the newest, name {newest.path}")
     return found
 
 
@@ -172,9 +168,9 @@ def locate(
     if not requested:
         run = newest_run(runs_dir)
         if run is None:
+            command = f"{typed_command('train')} {typed_words(runs_dir=runs_dir)}"
             raise UserError(
-                f"no checkpoint under runs_dir={runs_dir}; train one with `{typed_command('train')} "
-                f"{typed_words(runs_dir=runs_dir)}`, or name one with {key}=…"
+                f"no checkpoint under runs_dir={runs_dir}; train one with `{command}`, or name one with {key}=…"
             )
     else:
         places = map(folder_named_by, (Path(requested).expanduser(), Path(runs_dir) / requested))
@@ -182,10 +178,8 @@ def locate(
         # A run may have the name of another folder here, such as that of its text.
         run = next(filter(looks_written_by_a_run, folders), folders[0] if folders else None)
         if run is None:
-            names = [path.name for path in runs_of(runs_dir)]
-            raise UserError(
-                f"{key}={requested} is neither a folder nor a run under runs_dir={runs_dir}{nearest(requested, names)}"
-            )
+            hint = nearest(requested, [path.name for path in runs_of(runs_dir)])
+            raise UserError(f"{key}={requested} is neither a folder nor a run under runs_dir={runs_dir}{hint}")
         if not checkpoints_of(run) and not os.path.isdir(run / "checkpoints"):
             return read_checkpoint(run)
     found = newest_whole(run, report) if newest else result_of(run, report)

@@ -90,9 +90,7 @@ class Checkpoint:
         if not with_optimizer:
             return TensorReader([self.path / "model.safetensors"])
         if not (self.path / "optimizer.safetensors").exists():
-            raise UserError(
-                f"{self.path} holds weights only and cannot be resumed; start a new run from it with init_from={self.path}"
-            )
+            raise UserError(f"{self.path} holds weights only and cannot be resumed; use init_from={self.path}")
         return TensorReader([self.path / "model.safetensors", self.path / "optimizer.safetensors"])
 
     def tokenizer(self) -> Tokenizer:
@@ -224,9 +222,7 @@ def read_state(path: Path) -> dict[str, Any]:
         try:
             state = read_small_json(path / "state.json")
         except ValueError as error:
-            raise Damaged(
-                f"{path} is damaged: its state.json cannot be read ({error!s:.100}); use an older one"
-            ) from None
+            raise Damaged(f"{path} is damaged: state.json cannot be read ({error!s:.100}); use an older one") from None
     check_state(path, state)
     return state
 
@@ -247,9 +243,7 @@ def check_files(path: Path, files: dict[str, Any]) -> bool:
     for name, expected in files.items():
         check_file(path, name, expected)
     if is_sharded and {f"{SHARDS}/{name}" for name in os.listdir(path / SHARDS)} - files.keys():
-        raise Damaged(
-            f"{path} is not a checkpoint of this project: {SHARDS}/ holds files that manifest.json does not list"
-        )
+        raise Damaged(f"{path} is damaged: {SHARDS}/ holds files that manifest.json does not list")
     for name in ("tokenizer.tiktoken", *(["optimizer.safetensors"] if "model.safetensors" in files else [])):
         if os.path.lexists(path / name) and name not in files:
             raise Damaged(f"{path} is damaged: it holds {name}, which manifest.json does not list")
@@ -260,20 +254,14 @@ def check_file(folder: Path, name: str, expected: Any) -> None:
     """Raises Damaged if the file is missing, is not a plain file in `folder`, or differs from the manifest's entry."""
     has_link = (folder / name).is_symlink() or (folder / name).parent.is_symlink()
     if not FILE_NAME.fullmatch(name) or has_link or not isinstance(expected, dict):
-        raise Damaged(
-            f"{folder} is not a checkpoint of this project: its manifest names {name!r}, which is not a regular file in it"
-        )
+        raise Damaged(f"{folder} is damaged: its manifest names {name!r}, which is not a regular file in it")
     if not (folder / name).is_file():
         raise Damaged(f"{folder} is damaged: {name} is missing; use an older checkpoint")
     size = (folder / name).stat().st_size
     if size != expected.get("bytes"):
-        raise Damaged(
-            f"{folder} is damaged: {name} has {size} bytes instead of {expected.get('bytes')}; use an older checkpoint"
-        )
+        raise Damaged(f"{folder} is damaged: {name} has {size} bytes, not {expected.get('bytes')}; use an older one")
     if file_sha256(folder / name) != expected.get("sha256"):
-        raise Damaged(
-            f"{folder} is damaged: the sha256 of {name} differs from that in manifest.json; use an older checkpoint"
-        )
+        raise Damaged(f"{folder} is damaged: {name} has another sha256 than in manifest.json; use an older checkpoint")
 
 
 # ------------------------------------------------------------------------------------------------ from shards to files
@@ -296,10 +284,8 @@ def consolidate(path: Path) -> None:
     staging = staging_path(path / "whole")
     with storing(path), removed_on_failure(staging):
         staging.mkdir()
-        for name, read in (
-            ("optimizer.safetensors", checkpoint.optimizer_tensors),
-            ("model.safetensors", checkpoint.model_tensors),
-        ):
+        for part, read in (("optimizer", checkpoint.optimizer_tensors), ("model", checkpoint.model_tensors)):
+            name = f"{part}.safetensors"
             write_tensors(staging / name, read())
             flush_to_disk(staging / name)
             rename(staging / name, path / name)

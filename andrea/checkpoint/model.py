@@ -108,9 +108,7 @@ def configs_of(checkpoint: Checkpoint) -> tuple[ModelConfig, AttentionConfig]:
             parse(AttentionConfig, config.get("attention"), "attention"),
         )
     except UserError as error:
-        raise Damaged(
-            f"{checkpoint.path} has a configuration that this version of the program cannot read: {error}"
-        ) from None
+        raise Damaged(f"{checkpoint.path} has a configuration that this version cannot read: {error}") from None
 
 
 def check_shapes(
@@ -126,9 +124,7 @@ def check_shapes(
     """
     written = checkpoint.state.get("tokenizer", tokenizer.identity)
     if written != tokenizer.identity:
-        raise Damaged(
-            f"{checkpoint.path} was trained with tokenizer {written}, but its folder holds {tokenizer.identity}"
-        )
+        raise Damaged(f"{checkpoint.path} was trained with tokenizer {written}, not with its {tokenizer.identity}")
     if model_config.n_layer > len(found):  # checked before so many layers are built
         raise Damaged(f"{checkpoint.path} has {len(found)} tensors, too few for model.n_layer={model_config.n_layer}")
     with torch.device("meta"):

@@ -55,10 +55,8 @@ def opening(path: Path) -> Iterator[None]:
             with reading(path):
                 raise
         name = f"{Path(error.filename).name}: " if error.filename else ""
-        raise Damaged(
-            f"{path} is not a complete checkpoint of this project, or cannot be read: {name}{error.strerror or error}; "
-            f"name another with checkpoint=…"
-        ) from error
+        reason = f"{name}{error.strerror or error}; name another with checkpoint=…"
+        raise Damaged(f"{path} is not a complete checkpoint of this project, or cannot be read: {reason}") from error
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -164,9 +162,7 @@ class TensorReader:
             raise_damaged(parts[0].path, error)
         comparable = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite of 8-bit floats
         if not bool(comparable.isfinite().all()):  # training never saves such numbers and could not continue from them
-            raise Damaged(
-                f"{parts[0].path} is damaged: {name} holds numbers that are not finite; use an older checkpoint"
-            )
+            raise Damaged(f"{parts[0].path} is damaged: {name} holds numbers that are not finite; use an older one")
         return tensor
 
 

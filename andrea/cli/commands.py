@@ -9,20 +9,7 @@ from pathlib import Path
 from andrea.api.command_line import SWITCHES, configure
 from andrea.api.run import train_one
 from andrea.cli.sweep import sweep
-from andrea.config import (
-    CompareConfig,
-    ConsolidateConfig,
-    DashboardConfig,
-    EvaluateConfig,
-    ExportConfig,
-    ImportConfig,
-    LensConfig,
-    RunConfig,
-    RunsConfig,
-    SampleConfig,
-    ServeConfig,
-    UserError,
-)
+from andrea.config import RunConfig, UserError, schema
 from andrea.runtime.program import typed_command, typed_words
 
 CHAT_SAMPLING = {"temperature": 0.7, "repetition_penalty": 1.0}  # an answer repeats words of its question
@@ -46,7 +33,7 @@ def train(argv: list[str]) -> int:
 
 def sample(argv: list[str]) -> int:
     """Generate text with a trained model."""
-    config = configure(SampleConfig, "sample", argv)
+    config = configure(schema.SampleConfig, "sample", argv)
     if config.chat:
         typed = {word.partition("=")[0] for word in argv}
         config = dataclasses.replace(config, **{key: value for key, value in CHAT_SAMPLING.items() if key not in typed})
@@ -75,28 +62,26 @@ def prepare(argv: list[str]) -> int:
     print(f"tokenizer {corpus.tokenizer.identity}, fingerprint {corpus.fingerprint[:12]}")
     if config.tokenizer.kind == "bpe":
         names = {"tokenizer.path": corpus.sources[0].folder, "tokenizer.vocab_size": corpus.tokenizer.n_vocab}
-        words = typed_words(**names)
-        print(f"to use this vocabulary for another text, set {words}")
+        print(f"to use this vocabulary for another text, set {typed_words(**names)}")
     return 0
 
 
 def consolidate(argv: list[str]) -> int:
     """Turn the many files of a sharded checkpoint into one file of weights and one of optimizer state."""
-    config = configure(ConsolidateConfig, "consolidate", argv)
+    config = configure(schema.ConsolidateConfig, "consolidate", argv)
 
     from andrea.checkpoint import consolidate, locate
 
     checkpoint = locate(config.checkpoint, Path(config.runs_dir), newest=True)
     consolidate(checkpoint.path)
-    print(
-        f"{checkpoint.path} {'now has' if checkpoint.is_sharded else 'already had'} one file of weights and one of optimizer state"
-    )
+    has = "now has" if checkpoint.is_sharded else "already had"
+    print(f"{checkpoint.path} {has} one file of weights and one of optimizer state")
     return 0
 
 
 def export(argv: list[str]) -> int:
     """Write a checkpoint in the format of another program, transformers or llama.cpp, and prove it equal."""
-    config = configure(ExportConfig, "export", argv)
+    config = configure(schema.ExportConfig, "export", argv)
 
     from andrea.interop.export import export
 
@@ -105,7 +90,7 @@ def export(argv: list[str]) -> int:
 
 def import_(argv: list[str]) -> int:
     """Read a model of Hugging Face's layout (GPT-2, Llama, Qwen3, …) into a checkpoint, and prove it equal."""
-    config = configure(ImportConfig, "import", to_key_value(argv, positional="source"))
+    config = configure(schema.ImportConfig, "import", to_key_value(argv, positional="source"))
 
     from andrea.interop.importing.import_model import import_model
 
@@ -114,7 +99,7 @@ def import_(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Judge a checkpoint: bits per byte of a text, and tasks of the lm-evaluation-harness."""
-    config = configure(EvaluateConfig, "evaluate", argv)
+    config = configure(schema.EvaluateConfig, "evaluate", argv)
 
     from andrea.evaluation.evaluate import evaluate
 
@@ -123,7 +108,7 @@ def evaluate(argv: list[str]) -> int:
 
 def lens(argv: list[str]) -> int:
     """Write a page that shows what every attention head does with prompt=…, and the arithmetic behind it."""
-    config = configure(LensConfig, "lens", argv)
+    config = configure(schema.LensConfig, "lens", argv)
 
     from andrea.insight.lens.lens import lens
     from andrea.runtime.device import choose_device, choose_threads
@@ -135,7 +120,7 @@ def lens(argv: list[str]) -> int:
 
 def serve(argv: list[str]) -> int:
     """Answer requests over HTTP in OpenAI's form: completions and chats of a trained model."""
-    config = configure(ServeConfig, "serve", argv)
+    config = configure(schema.ServeConfig, "serve", argv)
 
     from andrea.runtime.device import choose_device, choose_threads
     from andrea.runtime.shared_cores import sharing_cores
@@ -155,7 +140,7 @@ def serve(argv: list[str]) -> int:
 
 def runs(argv: list[str]) -> int:
     """List the runs of a folder; with disk, delete NAME or rename NAME NEW: show their sizes, delete or rename a run."""
-    config = configure(RunsConfig, "runs", to_key_value(with_action(argv), positional="runs_dir"))
+    config = configure(schema.RunsConfig, "runs", to_key_value(with_action(argv), positional="runs_dir"))
 
     from andrea.insight.runs import delete_run, rename_run, show_disk, show_runs
 
@@ -175,16 +160,14 @@ def with_action(words: list[str]) -> list[str]:
     names = words[1 : 1 + len(needed)]
     if len(names) < len(needed) or any("=" in name for name in names):
         usage = {"delete": "delete NAME confirm=true", "rename": "rename NAME NEW"}[action]
-        raise UserError(
-            f"`runs {action}` needs {len(needed)} name{'s' * (len(needed) > 1)}: {typed_command('runs')} {usage}"
-        )
+        raise UserError(f"`runs {action}` needs a name: {typed_command('runs')} {usage}")
     found = [f"{key}={name}" for key, name in zip(needed, names, strict=True)] or ["disk=true"]
     return found + words[1 + len(needed) :]
 
 
 def compare(argv: list[str]) -> int:
     """Compare run folders: a table, a page, and a scaling fit if there are enough runs."""
-    config = configure(CompareConfig, "compare", to_key_value(argv, positional="runs"))
+    config = configure(schema.CompareConfig, "compare", to_key_value(argv, positional="runs"))
     predicted = configure(RunConfig, "train", [f"model={config.predict}"]).model if config.predict else None
 
     from andrea.insight.compare.page import compare
@@ -194,7 +177,7 @@ def compare(argv: list[str]) -> int:
 
 def dashboard(argv: list[str]) -> int:
     """Save a wandb workspace that shows the runs of project=… side by side; offline, print the workspace instead."""
-    config = configure(DashboardConfig, "dashboard", argv)
+    config = configure(schema.DashboardConfig, "dashboard", argv)
 
     from andrea.insight.dashboard import dashboard
 

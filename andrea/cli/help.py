@@ -46,16 +46,15 @@ def read_commented(name: str) -> CommentedFile:
             elif match["value"] is None:
                 prefix = f"{match['name']}."
             elif match["name"] != "defaults":
-                keys.append(
-                    Key((prefix if match["indent"] else "") + match["name"], match["value"], match["comment"] or "")
-                )
+                dotted = (prefix if match["indent"] else "") + match["name"]
+                keys.append(Key(dotted, match["value"], match["comment"] or ""))
     return CommentedFile(description, group_keys, keys)
 
 
 def keys_of_choice(group: str, choice: str) -> list[Key]:
     """All keys of GROUP=CHOICE with their values under this choice; an inherited key keeps its comment."""
     keys: dict[str, Key] = {}
-    for parent in own_values(group, choice).get("defaults", ["_self_"]):
+    for parent in own_values(f"{group}/{choice}").get("defaults", ["_self_"]):
         own = read_commented(f"{group}/{choice}").keys if parent == "_self_" else keys_of_choice(group, parent)
         for key in own:
             keys[key.name] = Key(key.name, key.value, key.comment or keys[key.name].comment)

@@ -45,9 +45,7 @@ def sweep(argv: list[str]) -> int:
     if "train.max_minutes" not in (*settings, *keys):  # runs to compare have the same length on a slow machine
         fixed.append("train.max_minutes=null")
     if "{" in group:
-        raise UserError(
-            f"name={group}: a sweep's name has no places to fill in; its runs are named by size, tokens and seed"
-        )
+        raise UserError(f"name={group}: a sweep's name has no places to fill in; size, tokens and seed name its runs")
     folder_name("name", group)  # it becomes part of a path whose old content is removed
     runs_dir = Path(readable_path("runs_dir", settings.get("runs_dir", "runs")))
     if alone := {"name", "runs_dir"} & set(keys):
@@ -71,10 +69,7 @@ def sweep(argv: list[str]) -> int:
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the words with one value, as each run gets them, the words with several values, and the words for Hydra.
-
-    Raises UserError for an unknown key or group choice, for a key that is typed twice, and for values that Hydra cannot read.
-    """
+    """The words with one value, as each run gets them, those with several, and those for Hydra. Raises UserError."""
     words: dict[str, str] = {}
     fixed, varied, for_hydra = [], [], []
     for word in argv:
@@ -142,7 +137,7 @@ def launch(fixed: list[str], varied: list[str], group: str, folder: Path, for_hy
     numbered = [f"+value{number}={word.partition('=')[2]}" for number, word in enumerate(varied)]
     quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", "hydra.output_subdir=null"]
     place = [f"hydra.sweep.dir=${{oc.env:{FOLDER}}}", "hydra.sweep.subdir=."]  # Hydra cannot read each path in a word
-    argv, full_error = sys.argv, os.environ.get(FULL_ERROR)
+    argv = sys.argv
     sys.argv = [sys.argv[0], "--multirun", *quiet, *place, *for_hydra, *numbered]
     os.environ[FOLDER] = str(folder.resolve())
     os.environ[FULL_ERROR] = "1"  # otherwise Hydra prints its errors itself and exits with code 1
@@ -153,9 +148,6 @@ def launch(fixed: list[str], varied: list[str], group: str, folder: Path, for_hy
         raise UserError(f"{' '.join(for_hydra) or 'the sweep'} is refused by Hydra: {reason}") from None
     finally:
         sys.argv = argv
-        os.environ.pop(FULL_ERROR)
-        if full_error is not None:
-            os.environ[FULL_ERROR] = full_error
 
 
 def run_name(own: list[str], group: str) -> str:

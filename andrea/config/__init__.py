@@ -3,17 +3,15 @@
 from andrea.config.checks import LARGEST_VOCABULARY, MOST_SAMPLED_TOKENS
 from andrea.config.keys import (
     CONFIGS,
-    chosen_groups,
     digest,
     group_values,
     lay_over,
     nearest,
     recipe_fingerprint,
     recipe_values,
-    settings_of_runs,
     with_current_keys,
 )
-from andrea.config.parse import as_typed, check_combinations, group_config, parse, parse_values, to_plain
+from andrea.config.parse import as_typed, group_config, parse, to_plain
 from andrea.config.schema import (
     LARGEST_INTEGER,
     MEASURES_HEADS,
@@ -25,7 +23,6 @@ from andrea.config.schema import (
     DataConfig,
     EvaluateConfig,
     ExportConfig,
-    HealthConfig,
     ImportConfig,
     LensConfig,
     LoggerConfig,
@@ -40,7 +37,6 @@ from andrea.config.schema import (
     SourceConfig,
     Text,
     TokenizerConfig,
-    TrainConfig,
     UserError,
     folder_name,
     readable_path,

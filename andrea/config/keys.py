@@ -168,12 +168,7 @@ def dotted_keys(kind: type) -> list[str]:
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """'; did you mean X?' for the allowed word with the nearest spelling, or '' if none is near."""
-    return question(nearest_words(word, allowed))
-
-
-def nearest_words(word: str, allowed: Iterable[str]) -> list[str]:
-    """The allowed word with the nearest spelling, or no word if none is near."""
-    return get_close_matches(word, list(allowed), n=1, cutoff=0.6)
+    return question(get_close_matches(word, list(allowed), n=1))
 
 
 def question(words: Sequence[str]) -> str:
@@ -209,7 +204,7 @@ def meant_keys(kind: type, typed: str, allowed: Sequence[str] = ()) -> list[str]
         or [key for key in keys if key.rpartition(".")[2] == last]
     )
     in_group = [key for key in keys if key.rpartition(".")[0] == group]
-    return found or nearest_words(word, in_group) or nearest_words(word, keys)
+    return found or get_close_matches(word, in_group, n=1) or get_close_matches(word, keys, n=1)
 
 
 def member_type(hint: Any, name: Any) -> Any:
@@ -290,32 +285,25 @@ def check_choice(group: str, choice: str) -> None:
         raise UserError(f"{group}={choice} is not known; allowed: {', '.join(names)}{own or nearest(choice, names)}")
 
 
-def own_values(group: str, choice: str) -> dict[str, Any]:
-    """The content of configs/GROUP/CHOICE.yaml, with `defaults` naming the choices that it inherits from."""
+def own_values(name: str) -> dict[str, Any]:
+    """The content of configs/NAME.yaml, for train or GROUP/CHOICE. `defaults` names the choices that it inherits from."""
     import yaml
 
-    return yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def group_values(group: str, choice: str) -> dict[str, Any]:
     """The values that GROUP=CHOICE stands for, inherited values included, as Hydra would compose them."""
     values: dict[str, Any] = {}
-    own = own_values(group, choice)
+    own = own_values(f"{group}/{choice}")
     for parent in own.pop("defaults", ["_self_"]):
         values |= own if parent == "_self_" else group_values(group, parent)
     return values
 
 
-def settings_of_runs() -> dict[str, Any]:
-    """The content of configs/train.yaml: the default of each key outside the groups, and the `defaults` of the groups."""
-    import yaml
-
-    return yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
-
-
 def chosen_groups(typed: Mapping[str, str]) -> dict[str, str]:
     """The choice of each group of configs/train.yaml, where the groups `typed` are typed: {"model": "andrea-nano", …}."""
-    listed = settings_of_runs()["defaults"]
+    listed = own_values("train")["defaults"]
     defaults = {group: choice for entry in listed if isinstance(entry, dict) for group, choice in entry.items()}
     return defaults | dict(typed)
 

@@ -55,14 +55,13 @@ def check_combinations(config: Any, path: str = "") -> None:
     for key, part in parts.items():
         check_combinations(part, f"{path}.{key}" if path else key)
     if type(config) in CHECKS:
-        CHECKS[type(config)](config, path)
+        for message in CHECKS[type(config)](config, path):
+            raise UserError(message)
 
 
 def parse_group(kind: type, values: Any, path: str) -> Any:
     if not isinstance(values, dict):
-        raise UserError(
-            f"{path}={values!r} is a single value, but {path} is a group of keys; set one of them with {path}.KEY=…"
-        )
+        raise UserError(f"{path}={values!r}: {path} is a group of keys; set one of them with {path}.KEY=…")
     hints = key_types(kind)
     prefix = f"{path}." if path else ""
     for key in values:
@@ -132,11 +131,9 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, (dict, list)) or value is None:
         raise wrong
     if hint is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        raise wrong
+        if str(value).lower() not in ("true", "false"):
+            raise wrong
+        return str(value).lower() == "true"
     if hint is int:
         whole = whole_number(value)
         if whole is None:
@@ -153,14 +150,9 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
             raise wrong from None
     if hint is str and any("\ud800" <= character <= "\udfff" for character in str(value)):
         raise UserError(f"{where}={value!r} is not text in UTF-8")
-    if hint in (str, Text):
-        return str(value)
-    if hint is DottedPath:
-        if not is_dotted_path(str(value)):
-            raise wrong
-        return str(value)
-    assert hint is PathText, f"no conversion for {hint}"
-    return readable_path(where, str(value))
+    if hint is DottedPath and not is_dotted_path(str(value)):
+        raise wrong
+    return readable_path(where, str(value)) if hint is PathText else str(value)
 
 
 def whole_number(value: Any) -> int | None:
@@ -220,10 +212,7 @@ def with_lists(value: Any) -> Any:
 
 
 def plain_yaml(text: str) -> Any:
-    """The value of YAML that somebody else may have written. Raises ValueError.
-
-    An alias (*name) is refused, because aliases of aliases stand for more than any memory holds.
-    """
+    """The value of YAML by somebody else. Raises ValueError, also for an alias: aliases of aliases fill any memory."""
     import yaml
 
     depth = 0

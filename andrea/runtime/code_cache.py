@@ -33,9 +33,7 @@ def cache_folder() -> Path | None:
 
 def is_private(folder: Path) -> bool:
     """Whether no other user (besides root) can write to `folder`, or put another one in its place. Raises OSError."""
-    if (
-        WINDOWS
-    ):  # the modes say nothing there; by default only the user can write to his profile, and it holds these folders
+    if WINDOWS:  # where modes say nothing; these folders are in the user's profile, which others cannot write to
         return True
     real = folder.resolve()
     about = real.stat()

@@ -55,8 +55,7 @@ def configure_compiler(device: torch.device) -> None:
     from torch._functorch import config as autograd_settings
     from torch._inductor import config as compiler_settings
 
-    if hasattr(autograd_settings, "autograd_cache_allow_custom_autograd_functions"):
-        autograd_settings.autograd_cache_allow_custom_autograd_functions = True
+    autograd_settings.autograd_cache_allow_custom_autograd_functions = True
     if device.type == "cpu" and sys.platform == "linux" and gcc_version() >= RELIABLE_GCC:
         compiler_settings.cpp.vec_isa_ok = True
 

@@ -171,10 +171,7 @@ def return_freed_memory() -> None:
 
 
 def choose_precision(requested: str, device: torch.device) -> Choice:
-    """`auto` is bf16 where the device multiplies in bf16, fp16 with a loss scale on older GPUs, and fp32 otherwise.
-
-    Raises UserError for fp16 without a CUDA GPU.
-    """
+    """`auto` is bf16 where the device multiplies in it, fp16 on older GPUs, and fp32 elsewhere. Raises UserError."""
     if requested == "fp16" and device.type != "cuda":
         raise UserError(f"precision=fp16 needs a CUDA GPU, got device={device.type}; use precision=bf16 or fp32")
     if requested != "auto":

@@ -25,8 +25,6 @@ from andrea.config import UserError
 from andrea.runtime.system import WINDOWS, close_before_rename, flush_to_disk, lock, open_no_link, rename
 
 UNFINISHED = ".writing-"  # the first characters of every staging name
-
-
 # What a user can do when the machine refuses to read or write, by the error's number
 REMEDIES = {
     errno.ENOSPC: "free some space",
@@ -34,10 +32,6 @@ REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it readable and writable"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk"),
-}
-READ_REMEDIES = {
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "make it readable"),
 }
 RESUME = "continue with resume=auto"
 
@@ -82,7 +76,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = READ_REMEDIES.get(error.errno or 0, "check the disk")
+        remedy = REMEDIES.get(error.errno or 0, "check the disk")
         raise StorageFailed(f"{path} cannot be read: {error.strerror or error}", f"{remedy}, then try again") from error
 
 

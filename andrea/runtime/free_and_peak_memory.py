@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # commands that load no torch import this module
 
 ROOT = Path("/")
 UNKNOWN_BYTES = 4 << 30  # where no system call tells
+# Of control groups of version 1 and 2: their folder, and the names of the limit, the memory used, and the files of it
+GROUPS_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+GROUPS_2 = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
 
 
 def free_host_bytes(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
@@ -55,13 +58,8 @@ def free_of_groups(root: Path) -> Iterator[int]:
         controllers, _, path = rest.partition(":")
         if not path or (controllers and "memory" not in controllers.split(",")):
             continue
-        version_2 = not controllers
-        top = root / "sys/fs/cgroup" / ("" if version_2 else "memory")
-        limit, used, cached = (
-            ("memory.max", "memory.current", "inactive_file")
-            if version_2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        )
+        place, limit, used, cached = GROUPS_1 if controllers else GROUPS_2
+        top = root / place
         group = top / path.lstrip("/")  # does not exist in a container that sees only its own group, as the top
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"

@@ -35,12 +35,8 @@ MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassocia
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=c++17", *MATH, "-shared", "-fPIC"]
 POINTER, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
 LONGEST_LOAD_SECONDS = 60
 LOAD = "import ctypes, sys; [ctypes.CDLL(path, ctypes.RTLD_GLOBAL) for path in sys.argv[1:]]"
-
-
 REASONS: dict[Path, str] = {}  # why `compiled_library` has no functions of a file
 
 
@@ -125,11 +121,8 @@ def build(path: Path, source: Path, compiler: list[str]) -> None:
         first_error = next((line for line in lines if "error" in line), lines[0])
         raise NotCompiled(first_error or f"{compiler[0]} ended with exit code {compiled.returncode}")
     try:
-        loaded = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", LOAD, *openmp()[1], str(path)],
-            capture_output=True,
-            timeout=LONGEST_LOAD_SECONDS,
-        )
+        command = [sys.executable, "-I", "-S", "-c", LOAD, *openmp()[1], str(path)]
+        loaded = subprocess.run(command, capture_output=True, timeout=LONGEST_LOAD_SECONDS)
     except subprocess.TimeoutExpired:
         raise OSError(f"the compiled library does not load within {LONGEST_LOAD_SECONDS} s") from None
     if loaded.returncode:

@@ -43,10 +43,7 @@ def own_class(key: str, path: str, base: type) -> type:
     """The class at the dotted path, a subclass of `base`. Raises UserError, which names `key`; not for errors in the module."""
     found = own_object(key, path)
     if not (isinstance(found, type) and issubclass(found, base)):
-        name = path.rpartition(".")[2]
-        raise UserError(
-            f"{key}={path}: {name} is {found!r}; it must be a subclass of {base.__module__}.{base.__name__}"
-        )
+        raise UserError(f"{key}={path} is {found!r}; it must be a subclass of {base.__module__}.{base.__name__}")
     return found
 
 
@@ -79,10 +76,8 @@ def imported(key: str, path: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        raise UserError(
-            f"{key}={path} cannot be imported: {error}; modules are searched in the working directory {os.getcwd()} and "
-            f"where Python finds installed packages"
-        ) from None
+        places = f"the working directory {os.getcwd()} and where Python finds installed packages"
+        raise UserError(f"{key}={path} cannot be imported: {error}; modules are searched in {places}") from None
 
 
 def source_sha256(key: str, path: str) -> str | None:

@@ -104,10 +104,9 @@ def waited_ns() -> int:
 
 def idle_seconds(cores: list[int]) -> list[float]:
     """How long each core has had nothing to do."""
-    lines = dict(
-        line.split(maxsplit=1) for line in Path("/proc/stat").read_text().split("\n") if line.startswith("cpu")
-    )
-    return [int(lines[f"cpu{core}"].split()[3]) / os.sysconf("SC_CLK_TCK") for core in cores]
+    lines = Path("/proc/stat").read_text().split("\n")
+    times = dict(line.split(maxsplit=1) for line in lines if line.startswith("cpu"))
+    return [int(times[f"cpu{core}"].split()[3]) / os.sysconf("SC_CLK_TCK") for core in cores]
 
 
 class ShortWaits:

@@ -176,8 +176,7 @@ class ConversationWindows(Windows):
             room -= stop - begin
         if not self.spans:
             raise UserError(
-                f"none of {len(begins):,} {self.unit} has an answer that fits into model.sequence_length={sequence_length}; "
-                f"raise it"
+                f"none of {len(begins):,} {self.unit} has an answer that fits; raise model.sequence_length={sequence_length}"
             )
         learned = np.cumsum(np.append(0, is_learned(stream[:], tokenizer)))  # of the tokens before each place
         counts = [len(each) if pairs else sum(int(learned[b] - learned[a]) for a, b in each) for each in self.spans]

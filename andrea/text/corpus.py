@@ -4,7 +4,11 @@
                                            verified.json (may be deleted: the shards are then read and verified again)
 
 The hash covers the names, sizes and times of the source's files, and the tokenizer's settings. To find prepared data, a
-run therefore only lists the source's files. `andrea.text.prepare` makes a folder that does not exist.
+run therefore only lists the source's files.
+
+A folder that does not exist is prepared: a vocabulary is trained if none exists, and the text is encoded. The files are
+written to a folder `….partial`, which is renamed when it is complete. Its progress.json lists the finished shards. If the
+process is killed, the next run continues after these shards, and the result has the same bytes.
 """
 
 from __future__ import annotations
@@ -15,26 +19,59 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
-from andrea.runtime.files import from_json, read_plain_file, reading
-from andrea.text.chat import ChatTokenizer, for_chat
-from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
-from andrea.text.listing import Selection
-from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
-from andrea.text.prepare import FORMAT_VERSION, SPLITS, SourceFolder, fingerprint_of, prepare, writing_to
-from andrea.text.python_chat import python_chat_in
-from andrea.text.shards import ShardSource, TokenStream, digest_of, find_shards, split_shards, stamp
-from andrea.text.sources import Report, Source
-from andrea.text.tokenizer import Tokenizer, vocabulary_for
+import numpy as np
 
+from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
+from andrea.runtime import files
+from andrea.text.chat import ChatTokenizer, encode_conversation, for_chat
+from andrea.text.download import FINEWEB_EDU, SHAKESPEARE, fetch
+from andrea.text.load_tokenizer import configured_tokenizer, load_tokenizer
+from andrea.text.python_chat import python_chat_in
+from andrea.text.shards import (
+    ShardSource,
+    ShardWriter,
+    TokenStream,
+    digest_of,
+    find_shards,
+    in_blocks,
+    split_shards,
+    stamp,
+)
+from andrea.text.sources import Piece, Report, Source, Split
+from andrea.text.tokenizer import Tokenizer, train_bpe, vocabulary_for
+
+FORMAT_VERSION = 1
+SHARD_TOKENS = 1 << 24  # a shard ends after the group of pieces that reaches this number; 32 MiB, or 64 with 32-bit ids
+GROUP_BYTES = 1 << 22  # bytes of text that are encoded together on all cores
+BPE_SAMPLE_BYTES = 1 << 26  # a vocabulary is trained on at most this many bytes of text
+SPLITS: tuple[Split, ...] = ("train", "val")
+FEW_CHARACTERS = 16  # of DNA or of digits: byte-pair encoding makes tokens of them, but without a meaning
+REPORT_SECONDS = 2.0
 SHARD_NAME = re.compile(r"(train|val)-\d{6,}\.bin")
 LARGEST_JSON_BYTES = 1 << 26
 TEXT_BYTES = ".text-bytes.json"  # of each source of text that was read, by a hash of its files
 VERIFIED = "verified.json"  # size and times of each shard at its last successful sha256 check
+
+
+@dataclass(frozen=True)
+class SourceFolder:
+    """A source and the path of its prepared folder. The folder need not exist yet."""
+
+    source: Source | ShardSource
+    weight: float | None  # share of the samples; None: in proportion to its size
+    path: Path
+
+    @property
+    def partial(self) -> Path:
+        """The temporary path of the folder until the folder is complete."""
+        return self.path.with_name(self.path.name + ".partial")
 
 
 @dataclass(frozen=True)
@@ -94,7 +131,7 @@ def open_corpus(
     loaded = load_tokenizer(folders[0].path)
     prepared = [read_folder(folder, loaded) for folder in folders]
     fingerprints = [[source.name, source.weight, fingerprint] for source, fingerprint in prepared]
-    fingerprint = corpus_fingerprint(loaded.identity, fingerprints)
+    fingerprint = hash_of([loaded.identity, fingerprints])
     return Corpus(loaded, tuple(source for source, _ in prepared), fingerprint)
 
 
@@ -114,8 +151,7 @@ def find_source(
         return find_shards(name, path, f"{key}.path")
     kind = {"shakespeare": "text", "python_chat": "chat"}.get(config.kind, config.kind)
     kind = "pairs" if pairs and config.kind == "chat" else kind
-    selection = Selection(tuple(config.include), tuple(config.exclude), config.field)
-    return Source(name, kind, path, f"{key}.path", selection)
+    return Source(name, kind, path, f"{key}.path", config)
 
 
 def downloaded(kind: str, data_dir: Path, report: Report) -> Path:
@@ -145,7 +181,7 @@ def bytes_of_text(source: Source, data_dir: Path, report: Report) -> int:
     """The bytes of text that the source's files hold. They are read the first time; data_dir/.text-bytes.json remembers."""
     if source.kind == "pystdlib":
         return source.bytes  # all of each file
-    file, name = data_dir / TEXT_BYTES, hash_of([FORMAT_VERSION, str(source.root.resolve()), source.hashed])
+    file, name = data_dir / TEXT_BYTES, hash_of([FORMAT_VERSION, str(source.root.resolve()), source.hashed])[:8]
     known = remembered(file)
     if type(known.get(name)) is not int:
         known[name] = source.check(report)
@@ -156,7 +192,7 @@ def bytes_of_text(source: Source, data_dir: Path, report: Report) -> int:
 def remembered(file: Path) -> dict[str, Any]:
     """What `remember` has written; nothing if the file is missing or incomplete."""
     try:
-        known = from_json(read_plain_file(file, LARGEST_JSON_BYTES))
+        known = files.from_json(files.read_plain_file(file, LARGEST_JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
@@ -175,8 +211,7 @@ def check_weights(configs: dict[str, SourceConfig]) -> None:
     unset = [name for name, config in configs.items() if config.weight is None]
     if given and unset and sum(given) >= 1:
         raise UserError(
-            f"data.sources.{unset[0]}.weight is missing, and the other weights already sum to {sum(given):g}; set "
-            f"this weight, or lower the other weights to a sum below 1"
+            f"data.sources.{unset[0]}.weight is missing, and the others sum to {sum(given):g}; set it, or lower them"
         )
 
 
@@ -207,13 +242,229 @@ def folder_of(source: Source | ShardSource, tokenizer: TokenizerConfig, origin: 
 
     A change of the list that is hashed would change all names, so existing folders would no longer be found.
     """
-    digest = hash_of([FORMAT_VERSION, source.kind, source.hashed, origin])
+    digest = hash_of([FORMAT_VERSION, source.kind, source.hashed, origin])[:8]
     size = f"-{tokenizer.vocab_size}" if tokenizer.kind == "bpe" and tokenizer.vocab_size else ""
     return data_dir / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)}-{tokenizer.kind}{size}-{digest}"
 
 
 def hash_of(facts: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(facts).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------- making the folders
+
+
+def prepare(
+    folders: list[SourceFolder], config: TokenizerConfig, existing: Tokenizer | None, data_dir: Path, report: Report
+) -> None:
+    """Make all `folders` that do not exist.
+
+    existing: the tokenizer to use. If None, GPT-2's tokenizer is loaded or a new one is trained, according to `config`.
+    Raises UserError if the input is unusable, before anything is written, or if `data_dir` cannot be written.
+    """
+    if existing is None and config.kind == "gpt2":
+        existing = configured_tokenizer(config)
+    meta_of_shards = {}
+    for folder in folders:
+        if isinstance(folder.source, ShardSource):
+            assert existing is not None, "tokenizer_origin refuses to train a vocabulary on shards"
+            meta_of_shards[folder.path] = verify_shards(folder.source, existing, report)
+        elif not folder.path.exists():
+            folder.source.check(report)
+    with writing_to(data_dir, report):
+        tokenizer = existing or find_or_train(folders, config, report)
+        if any(folder.source.is_chat for folder in folders):
+            tokenizer = for_chat(tokenizer)
+        for folder in folders:
+            if folder.path.exists():  # another process has made it, or it is that of another source of the same files
+                continue
+            folder.partial.mkdir(exist_ok=True)
+            files.remove_unfinished(folder.partial)
+            tokenizer.save(folder.partial)
+            if isinstance(folder.source, Source):
+                meta = encode_source(folder.source, tokenizer, folder.partial, report)
+            else:
+                meta = meta_of_shards[folder.path]
+            finish(folder, tokenizer, meta, report)
+
+
+# --------------------------------------------------------------------------------------------------- the vocabulary
+
+
+def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: Report) -> Tokenizer:
+    """The vocabulary of these sources. It is trained if none of the folders, complete or not, has a tokenizer."""
+    for path in [path for folder in folders for path in (folder.path, folder.partial)]:
+        with contextlib.suppress(UserError):  # the folder has no complete tokenizer
+            return load_tokenizer(path)
+    sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
+    total_bytes = sum(source.usable_bytes or source.bytes for source in sources)
+    assert isinstance(config.vocab_size, int), "auto is resolved before"
+    sample_size = files.size_words(min(total_bytes, BPE_SAMPLE_BYTES))
+    report(f"training a vocabulary of {config.vocab_size:,} tokens on {sample_size}")
+    characters: set[str] = set()
+    tokenizer = train_bpe(vocabulary_sample(sources, total_bytes, characters), config.vocab_size)
+    if (n_vocab := tokenizer.n_vocab) < config.vocab_size:
+        report(f"the text is too small for {config.vocab_size:,} tokens (tokenizer.vocab_size); using {n_vocab:,}")
+    if len(characters) <= FEW_CHARACTERS:
+        report(f"the text has only {len(characters)} different characters: consider tokenizer=byte, one token for each")
+    return tokenizer
+
+
+def vocabulary_sample(sources: list[Source], total_bytes: int, characters: set[str]) -> Iterator[str]:
+    """All training text, or about BPE_SAMPLE_BYTES of it in evenly spaced pieces, whose characters `characters` gets."""
+    share, due = min(1.0, BPE_SAMPLE_BYTES / total_bytes), 0.0
+    for source in sources:
+        for piece in source.pieces("train"):
+            due += share
+            if due >= 1.0:
+                due -= 1.0
+                characters.update(piece.text)
+                yield piece.text
+
+
+# --------------------------------------------------------------------------------------------------------- encoding
+
+
+def encode_source(source: Source, tokenizer: Tokenizer, folder: Path, report: Report) -> dict[str, Any]:
+    """Write both splits into `folder` as shards, after the shards in its progress.json. Returns their part of meta.json."""
+    progress_file, total_bytes = folder / "progress.json", source.check(report)
+    if progress_file.exists():
+        splits = json.loads(progress_file.read_bytes())
+    else:
+        splits = {s: {"pieces": 0, "documents": 0, "bytes": 0, "shards": [], "done": False} for s in SPLITS}
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    last_report = time.monotonic()
+    for split in SPLITS:
+        while not splits[split]["done"]:
+            for _ in write_shard(source.pieces(split), splits[split], tokenizer, folder, split, threads):
+                if time.monotonic() - last_report >= REPORT_SECONDS:
+                    last_report = time.monotonic()
+                    encoded_bytes = sum(splits[each]["bytes"] for each in SPLITS)
+                    report(
+                        f"{source.name}: encoded {files.size_words(encoded_bytes)} of {files.size_words(total_bytes)}"
+                    )
+            files.flush_files_of(folder)  # first: what progress.json lists must survive a loss of power
+            files.replace_text(progress_file, json.dumps(splits, indent=1))
+    for split in SPLITS:
+        if sum(shard["tokens"] for shard in splits[split]["shards"]) < 2:
+            shutil.rmtree(folder)
+            raise UserError(f"{source.key}={source.root} holds too little text to train and to validate on; add more")
+    progress_file.unlink()
+    return {"splits": splits}
+
+
+def write_shard(
+    pieces: Iterator[Piece], progress: dict[str, Any], tokenizer: Tokenizer, folder: Path, split: Split, threads: int
+) -> Iterator[None]:
+    """Encode one shard, beginning with piece number progress["pieces"]. Yields after each group of pieces.
+
+    The shard is added to `progress`, the split's entry in progress.json. The end of a shard depends on the text alone,
+    not on the number of threads or on an earlier interruption.
+    """
+    for _ in range(progress["pieces"]):
+        next(pieces)
+    name = f"{split}-{len(progress['shards']):06d}.bin"
+    writer = ShardWriter(folder / name, tokenizer.n_vocab)
+    while writer.count < SHARD_TOKENS and not progress["done"]:
+        group = take(pieces, GROUP_BYTES)
+        for tokens in encode_pieces(group, tokenizer, threads):
+            writer.append(tokens)
+        progress["pieces"] += len(group)
+        progress["documents"] += sum(piece.begins_document for piece in group)
+        progress["bytes"] += sum(len(piece.text.encode()) for piece in group)
+        progress["done"] = not group
+        yield
+    n_token, digest = writer.close()
+    if n_token:
+        progress["shards"].append({"file": name, "tokens": n_token, "sha256": digest})
+    else:
+        writer.path.unlink()
+
+
+def encode_pieces(group: list[Piece], tokenizer: Tokenizer, threads: int) -> Iterator[np.ndarray]:
+    """The tokens of each piece, end_of_text first where a document begins."""
+    if isinstance(tokenizer, ChatTokenizer) and any(piece.turns for piece in group):
+        for piece in group:
+            both = (piece.turns, piece.rejected) if piece.rejected else (piece.turns,)
+            yield np.array([token for turns in both for token in encode_conversation(tokenizer, turns)])
+        return
+    for piece, tokens in zip(group, tokenizer.encode_batch([piece.text for piece in group], threads), strict=True):
+        yield np.concatenate([[tokenizer.end_of_text], tokens]) if piece.begins_document else tokens
+
+
+def take(pieces: Iterator[Piece], size: int) -> list[Piece]:
+    """Take pieces until they have `size` characters in total, or no piece is left."""
+    taken, n_character = [], 0
+    for piece in pieces:
+        taken.append(piece)
+        n_character += len(piece.text)
+        if n_character >= size:
+            break
+    return taken
+
+
+# -------------------------------------------------------------------------------------------------- existing shards
+
+
+def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> dict[str, Any]:
+    """Read existing shards once, and return their part of meta.json. Raises UserError if they cannot be used."""
+    if source.root.is_dir() and (source.root / "tokenizer.json").exists():
+        made_with = load_tokenizer(source.root).identity
+        if made_with != tokenizer.identity:
+            raise UserError(
+                f"{source.key}={source.root} was made with {made_with}, not {tokenizer.identity}; set tokenizer.path to this folder"
+            )
+    total_bytes = sum(size for _, size, *_ in source.hashed)
+    shards = f"{len(source.files):,} shard{'s' * (len(source.files) != 1)}"
+    report(f"{source.name}: checking {shards}, {files.size_words(total_bytes)}")
+    digest, bytes_of_token = digest_of(source.files, tokenizer.n_vocab), tokenizer.byte_lengths()
+    splits = {}
+    for split, stream in zip(SPLITS, split_shards(source), strict=True):
+        if len(stream) < 2:
+            raise UserError(f"{source.key}={source.root} holds too few tokens to train and to validate on")
+        counts = np.zeros(tokenizer.n_vocab, dtype=np.int64)  # (V,) occurrences of each token
+        for tokens in in_blocks(stream):
+            counts += np.bincount(tokens, minlength=tokenizer.n_vocab)
+        n_document = int(counts[tokenizer.end_of_text])
+        splits[split] = {"bytes": int(counts @ bytes_of_token), "documents": n_document, "shards": []}
+    return {"splits": splits, "tokens_sha256": digest}
+
+
+# ---------------------------------------------------------------------------------------------- completing the folder
+
+
+def finish(folder: SourceFolder, tokenizer: Tokenizer, meta: dict[str, Any], report: Report) -> None:
+    """Write meta.json, the last file of the folder, and rename the folder to its final name."""
+    fingerprint = fingerprint_of(tokenizer.identity, meta)
+    head = {"format_version": FORMAT_VERSION, "source": folder.source.name, "tokenizer": tokenizer.identity}
+    files.replace_text(folder.partial / "meta.json", json.dumps(head | meta | {"fingerprint": fingerprint}, indent=1))
+    files.publish_folder(folder.partial, folder.path)
+    train, val = (files.size_words(meta["splits"][split]["bytes"]) for split in SPLITS)
+    report(f"{folder.source.name}: prepared {train} of training text and {val} of validation text in {folder.path}")
+
+
+def fingerprint_of(identity: str, meta: dict[str, Any]) -> str:
+    """sha256 of the tokenizer's identity and of the tokens. Equal data have equal fingerprints on every machine."""
+    shards = [[shard["sha256"] for shard in meta["splits"][split]["shards"]] for split in SPLITS]
+    return hash_of([identity, meta.get("tokens_sha256"), *shards])
+
+
+@contextlib.contextmanager
+def writing_to(data_dir: Path, report: Report) -> Iterator[None]:
+    """Make `data_dir`, and let one process at a time write to it; others report that they wait.
+
+    An OSError, here or in the `with` block, becomes a UserError that names `data_dir`.
+    """
+    message = f"another process is preparing data in {data_dir}; waiting for it"
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with files.exclusive_lock(data_dir / ".lock", on_wait=lambda: report(message)):
+            yield
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror  # write() names no file
+        raise UserError(
+            f"data_dir={data_dir} cannot be used ({reason}); set data_dir=… to a writable folder on a disk with space"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------- reading the folders
@@ -251,7 +502,7 @@ def read_folder(folder: SourceFolder, tokenizer: Tokenizer) -> tuple[PreparedSou
 
 def read_meta(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     """The content of meta.json, and of each split the sha256 of its shards. Raises OSError or what the content provokes."""
-    meta = from_json(read_plain_file(folder / "meta.json", LARGEST_JSON_BYTES))
+    meta = files.from_json(files.read_plain_file(folder / "meta.json", LARGEST_JSON_BYTES))
     shards = {split: meta["splits"][split]["shards"] for split in SPLITS}
     return meta, {split: {str(s["file"]): str(s["sha256"]) for s in shards[split]} for split in SPLITS}
 
@@ -262,13 +513,13 @@ def find_held_out(data_dir: Path, fingerprint: str, name: str) -> TokenStream | 
     name: of the source. Nothing is prepared or downloaded. Raises UserError if the folder is damaged.
     """
     data_dir, names = data_dir.expanduser(), []
-    with reading(data_dir), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with files.reading(data_dir), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(os.listdir(data_dir))
     for path in (data_dir / each for each in names if each.startswith(f"{name}-")):
-        with reading(path):  # else another text would be taken in silence
+        with files.reading(path):  # else another text would be taken in silence
             try:
                 meta, digests = read_meta(path)
-                found = corpus_fingerprint(meta["tokenizer"], [[name, None, meta["fingerprint"]]])
+                found = hash_of([meta["tokenizer"], [[name, None, meta["fingerprint"]]]])
             except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
                 continue  # not a folder of prepared text
         both = digests["train"] | digests["val"]
@@ -286,11 +537,6 @@ def held_out_of_run(state: dict[str, Any], data_dir: Path) -> TokenStream | None
     return find_held_out(data_dir, state.get("data", ""), data.get("kind") or "")
 
 
-def corpus_fingerprint(identity: str, sources: list[list[Any]]) -> str:
-    """The sha256 of the tokenizer's identity, and of each source's name, weight and fingerprint."""
-    return hashlib.sha256(json.dumps([identity, sources]).encode()).hexdigest()
-
-
 def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
     """Compare the sha256 of each shard that has changed since its last check. Raises UserError if one differs."""
     known = remembered(folder / VERIFIED)
@@ -300,11 +546,8 @@ def verify(folder: Path, digests: dict[str, str], n_vocab: int) -> None:
         try:
             stamps[name] = stamp(path.stat())
         except OSError as error:
-            why = f"{path} cannot be read ({error.strerror})"
-            raise UserError(f"{why}; delete its folder to prepare it again") from error
-        if known.get(name) != stamps[name] and digest_of(path, n_vocab) != digest:
-            raise UserError(
-                f"{path} was changed: its sha256 is not the one in meta.json; delete {folder} to prepare it again"
-            )
+            raise UserError(f"{path} cannot be read ({error.strerror}); delete {folder} to prepare it again") from error
+        if known.get(name) != stamps[name] and digest_of([path], n_vocab) != digest:
+            raise UserError(f"{path} was changed: meta.json has another sha256; delete {folder} to prepare it again")
     if stamps != known:
         remember(folder / VERIFIED, stamps)

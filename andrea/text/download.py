@@ -71,10 +71,7 @@ def announced_checksum(headers: http.client.HTTPMessage) -> str | None:
 
 
 def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
-    """The path of `remote` in `folder`. A missing file is downloaded, and an interrupted download is resumed.
-
-    Raises UserError if the network fails, the sha256 is wrong, or `folder` cannot be written.
-    """
+    """The path of `remote` in `folder`, into which what is missing of it is downloaded. Raises UserError."""
     path, partial = folder / remote.name, folder / f"{remote.name}.part"
     if path.exists():
         return path
@@ -84,22 +81,15 @@ def fetch(remote: Remote, folder: Path, report: Callable[[str], None]) -> Path:
         expected = receive(remote, partial, report)
     except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise UserError(
-            f"{remote.name} cannot be downloaded ({reason}); run again to continue the download, or {by_hand}"
-        ) from error
+        raise UserError(f"{remote.name} cannot be downloaded ({reason}); run again to go on, or {by_hand}") from error
     except OSError as error:
-        raise UserError(
-            f"data_dir: {partial} cannot be written ({error.strerror}); set data_dir=… to a writable folder"
-        ) from error
+        raise UserError(f"{partial} cannot be written ({error.strerror}); choose a writable data_dir=…") from error
     found = file_sha256(partial)
     if expected is None:
         report(f"{remote.name}: not checked, because the server sent no sha256")
     elif found != expected:
         partial.unlink()
-        raise UserError(
-            f"{remote.name} was damaged during the download: its sha256 is {found[:12]}…, not {expected[:12]}…; run "
-            f"again, or {by_hand}"
-        )
+        raise UserError(f"{remote.name} was damaged on the way (sha256 {found[:12]}…); run again, or {by_hand}")
     rename(partial, path)
     return path
 

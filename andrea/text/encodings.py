@@ -59,10 +59,7 @@ def last_character_end(block: bytes) -> int:
 
 
 def cut_at(file: IO[bytes], size: int) -> int:
-    """The index of the byte at which the held-out last tenth of a document begins.
-
-    The index is moved forward to the start of the next line, or else to the start of a character.
-    """
+    """Where the held-out last tenth of a document begins: at the start of a line, or else of a character."""
     cut = size * 9 // 10
     file.seek(cut)
     tail = file.read(min(PIECE_BYTES, size - cut))
@@ -116,10 +113,7 @@ def reads_as(head: bytes, encoding: str) -> bool:
 
 
 def recognise(open_file: OpenFile) -> Form:
-    """The encoding of a whole file: UTF-8, UTF-16, UTF-32, Latin-1 or its superset Windows-1252.
-
-    Raises OSError, EOFError or zlib.error if the file cannot be read.
-    """
+    """The encoding of a file: UTF-8, UTF-16, UTF-32, Latin-1 or Windows-1252. Raises OSError, EOFError, zlib.error."""
     with open_file() as file:
         encoding = encoding_of(file.read(HEAD_BYTES))
     if encoding != "utf-8":

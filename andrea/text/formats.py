@@ -272,10 +272,9 @@ def documents_of_table(
         start = lines.readline(PIECE_BYTES)
     delimiter = delimiter or max(",;\t|", key=start.count)
     is_quoted = delimiter != "\t" or quotes_match(whole.open, delimiter)  # few programs quote where tabs separate
+    quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     with io.TextIOWrapper(whole.open(), "utf-8", newline="") as lines:
-        rows = csv.reader(
-            lines, delimiter=delimiter, strict=True, quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
-        )
+        rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=quoting)
         columns = [column.strip() for column in next(rows_of(rows), (None, ""))[0] or []]
         if field is None and not fields_of(columns, None):
             if len(columns) > 1:

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISDIR, S_ISREG
 from typing import Any
 
-from andrea.config import UserError
+from andrea.config import SourceConfig, UserError
 from andrea.runtime.files import lines_of, read_plain_file
 from andrea.runtime.program import typed_words
 from andrea.runtime.streams import printable
@@ -116,15 +116,6 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Which files of a folder are read, and which field of records; see configs/data/pystdlib.yaml."""
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    field: str | None = None
-
-
-@dataclass(frozen=True)
 class Listing:
     """The files to read, by name. entries: for each file the list that is hashed into the prepared folder's name."""
 
@@ -146,11 +137,7 @@ def list_python(root: Path, folders_left_out: set[str]) -> Listing:
 
 
 def list_text(root: Path) -> Listing:
-    """The file `root`, or the files under it whose beginnings do not look binary.
-
-    Links are followed, but a file or folder is read only once, even if several links lead to it. Raises OSError if
-    `root` cannot be read.
-    """
+    """The file `root`, or the files under it that do not look binary, each once, whatever the links. Raises OSError."""
     findings = Findings()
     if root.is_file():
         found = [(root.name, root, root.stat())]
@@ -312,14 +299,11 @@ def is_ignored(rules: Ignore, name: str, is_folder: bool) -> str:
 # ----------------------------------------------------------------------------------------------- include and exclude
 
 
-def selected(listing: Listing, selection: Selection, prefix: str) -> Listing:
-    """The listing without the files that include and exclude leave out. prefix: of the keys' names, for messages.
-
-    Raises UserError if a glob is meant as a list of globs.
-    """
-    if not selection.include and not selection.exclude:
+def selected(listing: Listing, config: SourceConfig, prefix: str) -> Listing:
+    """The listing without the files that include and exclude leave out. prefix: of their names. Raises UserError."""
+    if not config.include and not config.exclude:
         return listing
-    include, exclude = ([pattern_of(glob) for glob in globs] for globs in (selection.include, selection.exclude))
+    include, exclude = ([pattern_of(glob) for glob in globs] for globs in (config.include, config.exclude))
     files, entries, findings = [], [], listing.findings
     for path, entry in zip(listing.files, listing.entries, strict=True):
         name = entry[0]
@@ -331,7 +315,7 @@ def selected(listing: Listing, selection: Selection, prefix: str) -> Listing:
             files.append(path)
             entries.append(entry)
     names = [entry[0] for entry in listing.entries]
-    for option, globs, patterns in (("include", selection.include, include), ("exclude", selection.exclude, exclude)):
+    for option, globs, patterns in (("include", config.include, include), ("exclude", config.exclude, exclude)):
         for glob, pattern in zip(globs, patterns, strict=True):
             if any(map(pattern.fullmatch, names)):
                 continue

@@ -86,10 +86,7 @@ def described_tokenizer(folder: Path, description: dict[str, Any]) -> Tokenizer:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """bytes -> id of each token, from a rank file. Each line of the file has a token's bytes in base64 and its id.
-
-    Raises UserError if the file is not a valid rank file, and OSError if it cannot be read.
-    """
+    """The id of each token's bytes, by a rank file: lines of base64 and a number. Raises UserError and OSError."""
     try:
         fields = [line.split() for line in read_plain_file(path, LARGEST_FILE_BYTES).split(b"\n") if line.strip()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in fields}
@@ -97,14 +94,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         raise UserError(f"{path} is not a rank file (lines of base64 and a number); check tokenizer.path") from error
     n_single = sum(len(token) == 1 for token in ranks)
     if n_single != 256 or sorted(ranks.values()) != list(range(len(fields))):
-        raise UserError(
-            f"{path} is damaged: it must contain all 256 single bytes, and each rank exactly once; copy it again"
-        )
+        raise UserError(f"{path} is damaged: it must hold all 256 bytes, and each rank exactly once; copy it again")
     if len(ranks) >= LARGEST_VOCABULARY:
-        raise UserError(
-            f"{path} holds {len(ranks)} tokens, but at most {LARGEST_VOCABULARY - 1} are possible, and end-of-text; check "
-            f"tokenizer.path"
-        )
+        raise UserError(f"{path} holds {len(ranks)} tokens, more than {LARGEST_VOCABULARY - 1}; check tokenizer.path")
     return ranks
 
 
@@ -117,9 +109,7 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     path = Path(config.path or "").expanduser()
     if config.kind == "hf":
         if not os.path.exists(path):
-            raise UserError(
-                f"tokenizer.path={path} does not exist; name a tokenizer.json, or the folder that holds one"
-            )
+            raise UserError(f"tokenizer.path={path} does not exist; name a tokenizer.json, or its folder")
         return load_tokenizer(path) if os.path.exists(path / HF_FILE) else load_hf_tokenizer(path)
     if not config.path:
         return None
@@ -134,35 +124,23 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def from_path(path: Path, kind: str) -> Tokenizer:
-    """The tokenizer in a rank file, a checkpoint or a folder of prepared data; of GPT-2, also in its list of merges.
-
-    Raises UserError if it is unusable.
-    """
+    """The tokenizer at `path`: a rank file, a checkpoint, prepared data or GPT-2's list of merges. Raises UserError."""
     if not os.path.exists(path):
-        raise UserError(
-            f"tokenizer.path={path} does not exist; name a .tiktoken rank file or a folder with {DESCRIPTION}"
-        )
+        raise UserError(f"tokenizer.path={path} does not exist; name a .tiktoken file or a folder with {DESCRIPTION}")
     if os.path.isfile(path) and kind != "byte":
         return RankTokenizer(kind, read_ranks(path))
     if not os.path.exists(path / DESCRIPTION):
         if kind == "gpt2":
             return from_merges(path)
-        raise UserError(
-            f"tokenizer.path={path} holds no {DESCRIPTION}; name a checkpoint, prepared data or a rank file"
-        )
+        raise UserError(f"tokenizer.path={path} has no {DESCRIPTION}; name a checkpoint, prepared data or a rank file")
     found = load_tokenizer(path)
     if found.kind != kind:
-        raise UserError(
-            f"tokenizer.path={path} holds {found.identity}; choose tokenizer={found.kind} instead of {kind}"
-        )
+        raise UserError(f"tokenizer.path={path} holds {found.identity}; choose tokenizer={found.kind}, not {kind}")
     return found
 
 
 def load_gpt2(path: str | None) -> Tokenizer:
-    """GPT-2's tokenizer from `path`. If `path` is None, it comes from tiktoken's cache or the network.
-
-    Raises UserError if the tokenizer cannot be read or downloaded.
-    """
+    """GPT-2's tokenizer from `path`; if it is None, from tiktoken's cache or the network. Raises UserError."""
     if path is None:
         import tiktoken
 
@@ -176,9 +154,7 @@ def load_gpt2(path: str | None) -> Tokenizer:
             ) from error
     found = from_path(Path(path).expanduser(), "gpt2")
     if without_special(found).n_vocab != 50257:
-        raise UserError(
-            f"tokenizer.path={path} holds {found.n_vocab} tokens, but GPT-2 has 50257; choose tokenizer=bpe for it"
-        )
+        raise UserError(f"tokenizer.path={path} holds {found.n_vocab} tokens, GPT-2 has 50257; choose tokenizer=bpe")
     return found
 
 
@@ -285,9 +261,7 @@ def what_is_read(content: bytes, path: Path) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not a tokenizer.json of the tokenizers library ({error!s:.200}); copy it again"
-        ) from None
+        raise UserError(f"{path} is not a tokenizer.json ({error!s:.200}); copy it again") from None
     if kinds[1].count("ByteLevel") > 1 or max(map(len, kinds)) > MOST_STEPS:  # each ByteLevel doubles a text
         raise UserError(f"{path} has too many steps before its model: {', '.join(kinds[1]):.200}; copy it again")
     kept = {"version": "1.0", "added_tokens": added, "decoder": BYTE_LEVEL, "normalizer": normalizer}
@@ -308,9 +282,7 @@ def check_steps(step: Any, known: frozenset[str], path: Path) -> list[str]:
         inner = [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
         return [kind for each in inner for kind in check_steps(each, known, path)]
     if step["type"] not in known:
-        raise UserError(
-            f"{path} has the step {step['type']!r:.60}, which byte-level tokenizers do not have; known: {', '.join(sorted(known))}"
-        )
+        raise UserError(f"{path} has the unknown step {step['type']!r:.60}; known: {', '.join(sorted(known))}")
     return [step["type"]]
 
 
@@ -325,19 +297,14 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer | C
     try:
         content = read_plain_file(file, LARGEST_FILE_BYTES)
     except OSError as error:
-        raise UserError(
-            f"{file} cannot be read ({error.strerror}); name a tokenizer.json, or the folder that holds one"
-        ) from None
+        raise UserError(f"{file} cannot be read ({error.strerror}); name a tokenizer.json, or its folder") from None
     plain = what_is_read(content, file)
     ids = {**plain["model"]["vocab"], **{each["content"]: each["id"] for each in plain["added_tokens"]}}
     end = front_token(content)
     if end is None:
         end = named_end(file.parent, ids)
     if type(end) is not int:
-        raise UserError(
-            f"{file.parent} names no end-of-text token: neither {', '.join(CONFIGS)} nor a token {', '.join(USUAL_ENDS)}; copy "
-            f"the files beside tokenizer.json too"
-        )
+        raise UserError(f"{file.parent} names no end-of-text token; copy {', '.join(CONFIGS)} too")
     n_vocab = n_vocab or max(ids.values(), default=0) + 1
     if [ids.get(name) for name in SPECIAL] != list(range(n_vocab - len(SPECIAL), n_vocab)):
         return HfTokenizer(content, end, n_vocab, file)

@@ -139,10 +139,7 @@ def shares(weights: Sequence[float | None], sizes: np.ndarray) -> np.ndarray:
 
 
 def slots_of(share: np.ndarray) -> np.ndarray:
-    """The source of each sample in a block before shuffling, (BLOCK,). Shares are rounded by the method of largest remainders.
-
-    Every source gets at least one sample.
-    """
+    """The source of each sample in a block before shuffling, (BLOCK,), by largest remainders; each source has some."""
     exact = share * BLOCK
     quota = np.floor(exact).astype(np.int64)
     quota[np.argsort(quota - exact, kind="stable")[: BLOCK - quota.sum()]] += 1

@@ -50,10 +50,7 @@ SENTENCE = re.compile(r"(.*?[^.\s])\.(?= +[A-Z(]|$)")
 
 
 def read_library() -> tuple[dict[str, ast.Module], Counter[str]]:
-    """The parsed file of each of MODULES; and of each name, the number of the library's files that define it.
-
-    Raises UserError if the library's Python files are not on this machine.
-    """
+    """The parsed file of each of MODULES, and how many of the library's files define each name. Raises UserError."""
     source = Source("python_chat", "pystdlib", None)
     trees, n_defining = {}, Counter()
     for (path, *_), file in zip(source.listing, source.files, strict=True):
@@ -67,8 +64,7 @@ def read_library() -> tuple[dict[str, ast.Module], Counter[str]]:
             trees["os.path" if module == "posixpath" else module] = ast.parse(content)
     if len(trees) < len(MODULES) / 2:
         raise UserError(
-            f"data=python_chat found {len(trees)} of {len(MODULES)} modules of Python's library in {source.root}; "
-            f"install Python with its library, or use data=text"
+            f"data=python_chat found {len(trees)} of {len(MODULES)} modules in {source.root}; install them, or use data=text"
         )
     return trees, n_defining
 

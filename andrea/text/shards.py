@@ -34,12 +34,7 @@ REMEDY = "copy it again, or delete its folder and prepare the data again"
 
 def token_type(n_vocab: int) -> np.dtype:
     """The type of the token ids of a vocabulary: uint16 if every id fits, else uint32."""
-    return LAYOUTS[layout_of(n_vocab)]
-
-
-def layout_of(n_vocab: int) -> tuple[int, int]:
-    """Magic and version of the shards of a vocabulary."""
-    return (MAGIC, VERSION) if n_vocab <= LARGEST_IN_16_BITS else (WIDE_MAGIC, WIDE_VERSION)
+    return np.dtype("<u2") if n_vocab <= LARGEST_IN_16_BITS else np.dtype("<u4")
 
 
 class ShardWriter:
@@ -47,14 +42,13 @@ class ShardWriter:
 
     def __init__(self, path: Path, n_vocab: int = LARGEST_IN_16_BITS) -> None:
         """n_vocab: the number of different tokens, which decides the layout."""
-        self.path, self.count, self.digest, self.layout = path, 0, hashlib.sha256(), layout_of(n_vocab)
+        self.path, self.count, self.digest, self.kind = path, 0, hashlib.sha256(), token_type(n_vocab)
         self.file = open(path, "wb")  # noqa: SIM115 (closed by `close`)
         self.file.write(bytes(HEADER_BYTES))
 
     def append(self, tokens: np.ndarray) -> None:
-        kind = LAYOUTS[self.layout]
-        assert not len(tokens) or int(np.max(tokens)) <= np.iinfo(kind).max, f"a token does not fit into {kind}"
-        data = np.ascontiguousarray(tokens, dtype=kind).tobytes()
+        assert not len(tokens) or int(np.max(tokens)) <= np.iinfo(self.kind).max, f"a token does not fit {self.kind}"
+        data = np.ascontiguousarray(tokens, dtype=self.kind).tobytes()
         self.digest.update(data)
         self.file.write(data)
         self.count += len(tokens)
@@ -62,7 +56,8 @@ class ShardWriter:
     def close(self) -> tuple[int, str]:
         """The number of tokens written, and their sha256."""
         header = np.zeros(256, dtype="<i4")
-        header[:3] = *self.layout, self.count
+        layout = next(layout for layout, kind in LAYOUTS.items() if kind == self.kind)
+        header[:3] = *layout, self.count
         self.file.seek(0)
         self.file.write(header.tobytes())
         self.file.flush()
@@ -158,13 +153,17 @@ def stamp(stat: os.stat_result) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def digest_of(path: Path, n_vocab: int) -> str:
-    """sha256 of all tokens of a shard. Raises UserError if a token is not in the vocabulary."""
+def digest_of(paths: Sequence[Path], n_vocab: int) -> str:
+    """sha256 of all tokens of shards. Raises UserError if a token is not in the vocabulary."""
     digest = hashlib.sha256()
-    for tokens in in_blocks(open_shard(path)):
-        digest.update(tokens.tobytes())
-        if (largest := int(tokens.max())) >= n_vocab:
-            raise UserError(f"{path} is damaged: it holds the token {largest}, but its tokenizer has {n_vocab} tokens")
+    for path in paths:
+        for tokens in in_blocks(open_shard(path)):
+            digest.update(tokens.tobytes())
+            if (largest := int(tokens.max())) >= n_vocab:
+                raise UserError(
+                    f"{path} holds the token {largest}, but the tokenizer has {n_vocab} tokens: the file is damaged, or made "
+                    f"with another tokenizer"
+                )
     return digest.hexdigest()
 
 
@@ -221,13 +220,9 @@ class ShardSource:
     key: str  # the configuration key that messages name
     root: Path  # a file, or a folder of files
     files: list[Path]
-    listing: list[list[Any]]  # [absolute path, *stamp] of each file, for the hash in the prepared folder's name
+    hashed: list[list[Any]]  # [absolute path, *stamp] of each file, for the prepared folder's name
     kind: ClassVar[str] = "shards"
     is_chat: ClassVar[bool] = False
-
-    @property
-    def hashed(self) -> list[Any]:
-        return self.listing
 
 
 def find_shards(name: str, path: Path, key: str) -> ShardSource:
@@ -241,16 +236,12 @@ def find_shards(name: str, path: Path, key: str) -> ShardSource:
         raise UserError(f"{key}={path} cannot be read: {error.filename}: {error.strerror}") from error
     if not files:
         raise UserError(f"{key}={path} holds no .bin file; name token shards, or choose data=text for text")
-    listing = [[str(f.resolve()), *stamp(s)] for f, s in zip(files, stats, strict=True)]
-    return ShardSource(name, key, path, files, listing)
+    hashed = [[str(file.resolve()), *stamp(stat)] for file, stat in zip(files, stats, strict=True)]
+    return ShardSource(name, key, path, files, hashed)
 
 
 def split_shards(source: ShardSource) -> tuple[TokenStream, TokenStream]:
-    """Training and validation tokens.
-
-    The validation tokens are the files with "val" in their names. Without such files they are the last hundredth of all
-    tokens.
-    """
+    """Training and validation tokens: of the files with "val" in their names, or the last hundredth of all tokens."""
     held_out = [file for file in source.files if "val" in file.name]
     if held_out:
         return TokenStream.open([file for file in source.files if file not in held_out]), TokenStream.open(held_out)
@@ -267,10 +258,7 @@ IGNORED_TARGET = -100  # where nothing is to be predicted; torch's default ignor
 
 
 class ReorderedStream:
-    """A token stream with its documents in another order: `len(stream)`, and `stream[start:stop]` as int64 (stop - start,).
-
-    Nothing is copied: documents are read where they are.
-    """
+    """A token stream with its documents in another order, read where they are: `len(stream)`, `stream[start:stop]`."""
 
     def __init__(self, stream: TokenStream, begins: np.ndarray, order: np.ndarray) -> None:
         """begins (documents,): the first token of each document. order (documents,): the document to read at each place."""

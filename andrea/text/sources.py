@@ -7,20 +7,22 @@ reports them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from andrea.config import UserError
+from andrea.config import SourceConfig, UserError
 from andrea.runtime.files import size_words
 from andrea.text.chat import ASSISTANT, ROLES, Turn
 from andrea.text.encodings import cut_at
 from andrea.text.formats import Document, documents_of, read_pieces
-from andrea.text.listing import PASSING, UNMATCHED, Findings, Selection, list_python, list_text, selected
-from andrea.text.split import HELD_OUT_FILE, HeldOut
+from andrea.text.listing import PASSING, UNMATCHED, Findings, list_python, list_text, selected
 
 Split = Literal["train", "val"]
 Report = Callable[[str], None]  # shows one line to the user
@@ -28,6 +30,9 @@ Report = Callable[[str], None]  # shows one line to the user
 READER = 2  # changes with what is read of the same files, so that they are prepared again
 CHAT_READER, PAIR_READER = "chat 1", "pairs 2"  # the same for conversations
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
+HELD_OUT_BELOW = 26  # a document is held out if its hash's first byte is less than this: about a tenth of the documents
+FEWEST_DOCUMENTS = 10  # with fewer documents, the last tenth of each document is held out
+HELD_OUT_FILE = "held_out.jsonl"  # in a folder of conversations or below it: exactly these are held out
 
 
 @dataclass(frozen=True)
@@ -49,36 +54,36 @@ class Source:
         kind: Literal["pystdlib", "text", "chat", "pairs"],
         path: Path | None,
         key: str = "data.path",
-        selection: Selection = Selection(),  # noqa: B008 (frozen)
+        config: SourceConfig = SourceConfig("text"),  # noqa: B008 (frozen)
     ) -> None:
         """kind: pairs are read where data=chat has two answers to each prompt, of which one is preferred.
 
-        key: the configuration key that messages name. Raises UserError if `path` does not exist or has no text file."""
-        self.name, self.kind, self.key, self.selection = name, kind, key, selection
+        key: for messages. config: its include, exclude and field are read. Raises UserError if `path` has no text file.
+        """
+        self.name, self.kind, self.key, self.field = name, kind, key, config.field
         self.is_chat = kind in ("chat", "pairs")
         self.root = path if path is not None else Path(sysconfig.get_paths()["stdlib"])
+        self.place = f"{key}={self.root}"  # as messages name it
         self.reads_only_python = kind == "pystdlib" and path is not None and path.is_dir()  # of a folder of the user
         if not os.path.exists(self.root):
-            raise UserError(f"{key}={self.root} does not exist; name a file or a folder")
+            raise UserError(f"{self.place} does not exist; name a file or a folder")
         try:
             found = list_python(self.root, NOT_LIBRARY) if kind == "pystdlib" else list_text(self.root)
         except OSError as error:
             if error.errno in PASSING:
                 raise
-            raise UserError(f"{key}={self.root} cannot be read: {error.filename}: {error.strerror}") from error
-        found = selected(found, selection, self.prefix)
+            raise UserError(f"{self.place} cannot be read: {error.filename}: {error.strerror}") from error
+        found = selected(found, config, self.prefix)
         # [name, bytes, time of the last change, …] of each file, for the hash in the prepared folder's name
         self.files, self.listing, self.unread = found.files, found.entries, found.findings
         self.usable_bytes: int | None = None  # of `check`
         self.found: Findings | None = None  # by `check`
-        names, is_library = [name for name, *_ in self.listing], kind == "pystdlib"
-        self.held_out = HeldOut(self.documents_again, names, f"{key}={self.root}", self.is_chat, is_library)
+        self.held_out = HeldOut(self)
         if not self.files:
             why = "; ".join(self.unread.lines())
-            sought, remedy = (
-                (".py", "data=text reads text") if kind == "pystdlib" else ("text", "name a file or folder of text")
-            )
-            raise UserError(f"{key}={self.root} holds no {sought} file{f' ({why})' * bool(why)}; {remedy}")
+            sought = ".py" if kind == "pystdlib" else "text"
+            remedy = "data=text reads text" if kind == "pystdlib" else "name a file or folder of text"
+            raise UserError(f"{self.place} holds no {sought} file{f' ({why})' * bool(why)}; {remedy}")
         self.bytes = sum(size for _, size, *_ in self.listing)
 
     @property
@@ -92,7 +97,7 @@ class Source:
         if self.kind == "pystdlib":
             return self.listing
         reader = {"chat": CHAT_READER, "pairs": PAIR_READER}.get(self.kind, READER)
-        return [*self.listing, {"name": self.name, "field": self.selection.field, "reader": reader}]
+        return [*self.listing, {"name": self.name, "field": self.field, "reader": reader}]
 
     def check(self, report: Report) -> int:
         """Read all files once, report which are left out or converted, and return the number of usable bytes.
@@ -109,31 +114,22 @@ class Source:
         findings = self.unread.copy()
         usable = sum(document.size for document in self.every_document(findings))
         self.found = findings
-        lines, field = findings.lines(f"{self.prefix}field"), self.selection.field
+        lines = findings.lines(f"{self.prefix}field")
         if not usable:
-            raise UserError(
-                f"{self.key}={self.root} holds no usable text: {'; '.join(lines)}; set it to a file or folder with text in UTF-8"
-            )
-        if field is not None and not findings.read_by:
-            raise UserError(
-                f"{self.prefix}field={field}: no file of {self.key}={self.root} has records with this field; leave it out to "
-                f"read the files as they stand"
-            )
+            raise UserError(f"{self.place} holds no usable text: {'; '.join(lines)}; name other files")
+        if self.field is not None and not findings.read_by:
+            raise UserError(f"{self.prefix}field={self.field} is in no record of {self.place}; leave it out")
         for line in lines:
             report(f"{self.name}: {line}")
         if findings.n_file_left_out:
             found = n_file + self.unread.n_file_left_out
             report(f"{self.name}: {found - findings.n_file_left_out:,} of {found:,} files are read")
         if (copies := self.held_out.copies) and not self.held_out.cuts_documents:
-            report(
-                f"{self.name}: {sum(copies.values()):,} documents are copies of {len(copies):,} texts that stood in "
-                f"the training text and in the validation text; now all copies of a text are in one of them"
-            )
+            copied = f"{sum(copies.values()):,} documents are copies of {len(copies):,} texts"
+            report(f"{self.name}: {copied}; all copies of a text are for training, or all for validation")
         if n_twice := self.held_out.held_out_twice():
-            report(
-                f"{self.name}: {n_twice:,} conversations of {HELD_OUT_FILE} are training conversations too, so that their "
-                f"validation says little"
-            )
+            twice = f"{n_twice:,} conversations of {HELD_OUT_FILE}"
+            report(f"{self.name}: {twice} are training conversations too, so that their validation says little")
         self.usable_bytes = usable
         return usable
 
@@ -170,12 +166,12 @@ class Source:
         yield from self.every_document(findings)
         if self.found is not None and findings != self.found:
             now = "; ".join(findings.lines()) or "every file can be read"
-            raise UserError(f"{self.key}={self.root}: files have changed while they were read; start again ({now})")
+            raise UserError(f"{self.place}: files have changed while they were read; start again ({now})")
 
     def every_document(self, findings: Findings) -> Iterator[Document]:
         """The usable documents of both splits in a fixed order. Unusable ones are added to `findings`."""
         for file, (name, *_) in zip(self.files, self.listing, strict=True):
-            for document in documents_of(file, name, self.selection.field, findings):
+            for document in documents_of(file, name, self.field, findings):
                 if not self.is_chat or is_conversation(document, findings, self.kind == "pairs"):
                     yield document
 
@@ -198,10 +194,104 @@ def is_conversation(document: Document, findings: Findings, is_paired: bool) -> 
 
 
 def texts_at(path: Path, key: str, field: str | None, report: Report) -> list[str]:
-    """The documents of a file or folder as whole texts, as training reads them. key: the configuration key, for messages.
-
-    Raises UserError if there is no text.
-    """
-    source = Source(path.resolve().name, "text", path, key, Selection(field=field))
+    """The documents of a file or folder as whole texts, as training reads them. key: for messages. Raises UserError."""
+    source = Source(path.resolve().name, "text", path, key, SourceConfig("text", field=field))
     source.check(report)
     return ["".join(read_pieces(document, 0, document.size)) for document in source.documents_again()]
+
+
+# -------------------------------------------------------------------------------------------------- what is held out
+
+
+class HeldOut:
+    """Which documents of one source are held out for validation.
+
+    A document is held out by the hash of its name. Of texts that stand on both sides, all copies go to one side. With few
+    documents, the last tenth of each is held out. Conversations are never cut: a tenth of them is held out, or those of a file.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.documents, self.is_chat = source, source.documents_again, source.is_chat
+
+    @cached_property
+    def cuts_documents(self) -> bool:
+        """Whether the last tenth of each document is held out: they are few, or all hashes fall on one side."""
+        if self.is_chat:
+            return False
+        sides, count = set(), 0
+        for document in self.documents():
+            count += 1
+            sides.add(self.is_held_out(document))
+            if count >= FEWEST_DOCUMENTS and len(sides) == 2:
+                return False
+        return True
+
+    def is_held_out(self, document: Document) -> bool:
+        """Whether a whole document is held out: by its name's hash, or, of copies on both sides, by their text's hash."""
+        if self.is_chat:
+            if self.has_held_out_file:
+                return is_held_out_file(document.key.partition("#")[0])
+            return size_and_digest(document)[1] in self.held_out_conversations
+        text = size_and_digest(document) if document.size in self.copied_sizes else None
+        return text[1][0] < HELD_OUT_BELOW if text in self.copies else is_held_out(document.key)
+
+    @property
+    def has_held_out_file(self) -> bool:
+        return any(is_held_out_file(name) for name, *_ in self.source.listing)
+
+    def held_out_twice(self) -> int:
+        """The number of held-out conversations that are in another file too. Raises UserError if one side has none."""
+        if not (self.is_chat and self.has_held_out_file):
+            return 0
+        sides: dict[bool, set[bytes]] = {True: set(), False: set()}
+        for document in self.documents():
+            sides[self.is_held_out(document)].add(size_and_digest(document)[1])
+        if not sides[False]:
+            raise UserError(
+                f"{self.source.place} has conversations in {HELD_OUT_FILE} alone, and none to train on; add some, or rename "
+                f"this file to train on nine tenths of it"
+            )
+        if not sides[True]:
+            raise UserError(f"{self.source.place} has no conversation in {HELD_OUT_FILE}; add some, or remove the file")
+        return len(sides[True] & sides[False])
+
+    @cached_property
+    def held_out_conversations(self) -> set[bytes]:
+        """The digests of a tenth of the conversations, at least of one. All copies of a conversation have one digest."""
+        digests = sorted({size_and_digest(document)[1] for document in self.documents()})
+        return set(digests[: max(1, len(digests) * HELD_OUT_BELOW // 256)])
+
+    @cached_property
+    def copied_sizes(self) -> set[int]:
+        return {size for size, _ in self.copies}
+
+    @cached_property
+    def copies(self) -> Counter[tuple[int, bytes]]:
+        """Size and digest of each text that the hashes of names put on both sides of the split, and how often it is there.
+
+        Only held-out texts are kept in memory, a tenth. Python's library is left as it is, because its split is
+        documented, and figures of many runs depend on it: it has two such texts, of 135 bytes together.
+        """
+        if self.source.kind == "pystdlib" or self.is_chat:
+            return Counter()
+        held_out = Counter(size_and_digest(each) for each in self.documents() if is_held_out(each.key))
+        sizes = {size for size, _ in held_out}
+        others = (each for each in self.documents() if each.size in sizes and not is_held_out(each.key))
+        copied = Counter(text for text in map(size_and_digest, others) if text in held_out)
+        return Counter({text: count + held_out[text] for text, count in copied.items()})
+
+
+def is_held_out_file(name: str) -> bool:
+    """Whether a file of a folder holds the conversations that are held out. name: its relative path."""
+    return name.rpartition("/")[2].removesuffix(".gz") == HELD_OUT_FILE
+
+
+def is_held_out(key: str) -> bool:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[0] < HELD_OUT_BELOW
+
+
+def size_and_digest(document: Document) -> tuple[int, bytes]:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in read_pieces(document, 0, document.size):
+        digest.update(text.encode())
+    return document.size, digest.digest()

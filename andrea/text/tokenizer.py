@@ -61,8 +61,6 @@ class Tokenizer(ABC):
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
         """The ids (n,) of each text, as in `encode_array`, in the order of `texts`."""
-        if threads == 1 or len(texts) == 1:
-            return [self.encode_array(text) for text in texts]
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(self.encode_array, texts))
 
@@ -121,9 +119,8 @@ class RankTokenizer(Tokenizer):
         self.kind, self.ranks = kind, ranks
         self.end_of_text, self.n_vocab, self.ends = len(ranks), len(ranks) + 1, (len(ranks),)
         self.table = [*sorted(ranks, key=lambda token: ranks[token]), b""]
-        self.rank_file = b"".join(
-            base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.table[:-1])
-        )
+        lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.table[:-1])]
+        self.rank_file = b"".join(lines)
         self.digest = hashlib.sha256(self.rank_file).hexdigest()
         content = hashlib.sha256(f"{PATTERN}\n{self.digest}".encode()).hexdigest()
         self.identity = f"{kind}-{self.n_vocab}-{content[:8]}"
@@ -172,9 +169,8 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
 
     trainable = Trainable(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainable.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"), byte_level]
-    )
+    parts = pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated")
+    trainable.pre_tokenizer = pre_tokenizers.Sequence([parts, byte_level])
     trainer = trainers.BpeTrainer(
         vocab_size=n_vocab - 1,
         initial_alphabet=byte_level.alphabet(),
@@ -184,17 +180,13 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> RankTokenizer:
     trainable.train_from_iterator(map(without_surrogates, texts), trainer)
     byte_of = visible_bytes()
     ranks = {bytes([value]): value for value in range(256)}
-    for pair in json.loads(trainable.to_str())["model"]["merges"]:
-        first, second = pair.split(" ") if isinstance(pair, str) else pair
+    for first, second in json.loads(trainable.to_str())["model"]["merges"]:
         ranks.setdefault(bytes(byte_of[character] for character in first + second), len(ranks))
     return RankTokenizer("bpe", ranks)
 
 
 def visible_bytes() -> dict[str, int]:
-    """The byte of each character in GPT-2's files, which write each byte as a printable character.
-
-    A byte that is printable stands for itself.
-    """
+    """The byte of each character in GPT-2's files, which write every byte as a printable character."""
     printable = [value for value in range(256) if chr(value).isprintable() and chr(value) != " "]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}

@@ -20,7 +20,8 @@ from torch import Tensor
 from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_name, step_of
 from andrea.checkpoint.find_and_prune import own_figure
 from andrea.checkpoint.model import own_parts
-from andrea.config import RunConfig, settings_of_runs, to_plain
+from andrea.config import RunConfig, to_plain
+from andrea.config.keys import own_values
 from andrea.runtime.files import StorageFailed, storing
 from andrea.runtime.free_and_peak_memory import peak_memory_bytes
 from andrea.runtime.own_parts import is_own
@@ -620,7 +621,7 @@ class Trainer:
 
 def continuing(folder: Path, config: RunConfig) -> str:
     """The command that continues the run in `folder`, with the keys that a checkpoint does not keep. Type it in this folder."""
-    usual, places = settings_of_runs(), {"runs_dir": folder.parent, "data_dir": Path(config.data_dir)}
+    usual, places = own_values("train"), {"runs_dir": folder.parent, "data_dir": Path(config.data_dir)}
     others = {key: place for key, place in places.items() if place != Path(usual[key])}
     words = typed_words(name=folder.name, resume="auto", **others, **trust(config))
     return f"{typed_command('train', torchrun_command())} {words}"

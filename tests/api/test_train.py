@@ -84,7 +84,7 @@ def test_it_trains_outside_the_main_thread(tmp_path: Path, notes: Path) -> None:
 def test_what_is_wrong_is_a_user_error(tmp_path: Path) -> None:
     for words, message in (
         (["train.stepz=3"], "did you mean train.steps"),
-        (["-m", "seed=1,2"], "-m is not supported here, because each run of a sweep is a process"),
+        (["-m", "seed=1,2"], "-m is not supported here; call train in a loop"),
         (["model=andrea-nana"], "did you mean andrea-nano"),
     ):
         with pytest.raises(andrea.UserError, match=message):

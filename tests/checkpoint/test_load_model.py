@@ -48,9 +48,9 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path):
 def test_configuration_of_another_version_is_refused(tmp_path):
     refuse(
         write(tmp_path, config={"model": {**to_plain(CONFIG), "d_modell": 3}}),
-        "that this version of the program cannot read",
+        "that this version cannot read",
     )
-    refuse(write(tmp_path, config={"attention": None}), "that this version of the program cannot read")
+    refuse(write(tmp_path, config={"attention": None}), "that this version cannot read")
 
 
 def test_tokenizer_of_another_checkpoint_is_refused(tmp_path):
@@ -59,7 +59,7 @@ def test_tokenizer_of_another_checkpoint_is_refused(tmp_path):
     other = dataclasses.replace(
         checkpoint, state=json.loads(json.dumps({**checkpoint.state, "tokenizer": "bpe-999-0"}))
     )
-    with pytest.raises(UserError, match="was trained with tokenizer bpe-999-0, but its folder holds byte-257"):
+    with pytest.raises(UserError, match="was trained with tokenizer bpe-999-0, not with its byte-257"):
         load_model(other, other.tokenizer())
 
 

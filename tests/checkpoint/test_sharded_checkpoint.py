@@ -216,7 +216,7 @@ def test_shards_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> Non
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(Damaged, match="sha256 of shards/shard-00002"):
+    with pytest.raises(Damaged, match="shards/shard-00002.* has another sha256"):
         read_checkpoint(path)
     shard.unlink()
     with pytest.raises(Damaged, match="is missing"):

@@ -27,9 +27,8 @@ from andrea.api.command_line import compose, read
 from andrea.api.run import train_one
 from andrea.config import RunConfig, UserError, parse, to_plain
 from andrea.config.keys import flatten
-from andrea.text.corpus import VERIFIED, open_corpus
+from andrea.text.corpus import VERIFIED, fingerprint_of, open_corpus
 from andrea.text.loader import Loader
-from andrea.text.prepare import fingerprint_of
 from andrea.training.health.health import make_health
 from andrea.training.optimizer import LossScale
 from andrea.training.planning.length import with_length_and_name

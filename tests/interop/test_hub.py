@@ -156,7 +156,7 @@ def test_what_is_not_proven_is_not_uploaded(hub: SmallHub, runs: Path, capsys, m
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["hub=small-model"], "hub=small-model is not a repository of Hugging Face's hub; write OWNER/NAME"),
+        (["hub=small-model"], "hub=small-model is no name of a repository; write OWNER/NAME"),
         (["hub=a/b/c"], "write OWNER/NAME"),
         (["hub=a/b--c"], "write OWNER/NAME"),
         (["hub=a/-b"], "write OWNER/NAME"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from andrea.text.listing import Selection
+from andrea.config import SourceConfig
 from andrea.text.sources import Source, Split
 
 
@@ -17,7 +17,7 @@ def folder_of(root: Path, files: dict[str, bytes]) -> Path:
 
 def read(path: Path, **selection: object) -> tuple[list[str], list[str]]:
     """The documents of both splits in one list, and what is said about the source."""
-    source = Source("s", "text", path, "data.path", Selection(**selection))
+    source = Source("s", "text", path, "data.path", SourceConfig("text", **selection))
     said: list[str] = []
     source.check(said.append)
     documents = [document.open().read().decode() for document in source.every_document(source.unread.copy())]

@@ -256,9 +256,9 @@ def test_half_a_surrogate_pair_anywhere_in_a_record_leaves_it_out(tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"held_out": 5}, "none to train on; add a file with these, or give held_out.jsonl another name"),
-        ({"held_out": 5, "train": 0}, "none to train on; add a file with these, or give held_out.jsonl another name"),
-        ({"held_out": 0, "train": 5}, "none is left to validate on; add some, or remove the file"),
+        ({"held_out": 5}, "none to train on; add some, or rename this file"),
+        ({"held_out": 5, "train": 0}, "none to train on; add some, or rename this file"),
+        ({"held_out": 0, "train": 5}, "no conversation in held_out.jsonl; add some, or remove the file"),
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])

@@ -14,9 +14,8 @@ from preparing import BPE, BYTE, quiet, shards_corpus, small_notes, text_config,
 from andrea.config import DataConfig, SourceConfig, TokenizerConfig, UserError
 from andrea.runtime.files import StorageFailed
 from andrea.text import corpus
-from andrea.text.corpus import VERIFIED, find_held_out, folder_of, open_corpus, tokenizer_origin
+from andrea.text.corpus import VERIFIED, find_held_out, fingerprint_of, folder_of, open_corpus, tokenizer_origin
 from andrea.text.download import Remote
-from andrea.text.prepare import fingerprint_of
 from andrea.text.shards import ShardSource, ShardWriter
 from andrea.text.sources import Source
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
@@ -126,7 +125,7 @@ def test_of_shards_without_validation_the_end_is_held_out(tmp_path: Path) -> Non
 def test_prepared_data_is_known_by_its_tokenizer(tmp_path: Path) -> None:
     made = open_corpus(text_config(small_notes(tmp_path / "notes")), BPE, tmp_path / "data", quiet)
     data = DataConfig("shards", str(made.sources[0].folder), {})
-    with pytest.raises(UserError, match="was made with tokenizer bpe-300"):
+    with pytest.raises(UserError, match="was made with bpe-300"):
         open_corpus(data, BYTE, tmp_path / "data", quiet)
     again = open_corpus(data, TokenizerConfig("bpe", 300, data.path), tmp_path / "data", quiet)
     assert again.sources[0].val[:].tolist() == made.sources[0].val[:].tolist()
@@ -201,7 +200,7 @@ def test_a_prepared_token_beyond_the_vocabulary_is_named_whatever_its_checksums_
     meta["splits"]["train"]["shards"][0]["sha256"] = digest
     meta["fingerprint"] = fingerprint_of(meta["tokenizer"], meta)
     (folder / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match="token 257, but its tokenizer has 257"):
+    with pytest.raises(UserError, match="token 257, but the tokenizer has 257"):
         open_corpus(data, BYTE, tmp_path / "data", quiet)
 
 

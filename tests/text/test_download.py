@@ -79,7 +79,7 @@ def test_the_missing_bytes_are_fetched(server: ThreadingHTTPServer, tmp_path: Pa
 
 
 def test_a_broken_download_is_continued(server: ThreadingHTTPServer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run again to continue"):
+    with pytest.raises(UserError, match="run again to go on"):
         fetch(remote(server, "/torn"), tmp_path, quiet)
     assert (tmp_path / "a.bin.part").stat().st_size == 1000
     assert fetch(remote(server, "/file"), tmp_path, quiet).read_bytes() == CONTENT
@@ -100,7 +100,7 @@ def test_progress_is_said_after_every_so_many_bytes(server: ThreadingHTTPServer,
 def test_damage_is_noticed_also_by_the_checksum_of_a_redirect(server: ThreadingHTTPServer, tmp_path: Path) -> None:
     for source in (remote(server, "/moved", None), remote(server, "/file")):
         (tmp_path / "a.bin.part").write_bytes(b"x" * 99)
-        with pytest.raises(UserError, match="damaged during the download"):
+        with pytest.raises(UserError, match="damaged on the way"):
             fetch(source, tmp_path, quiet)
         assert not list(tmp_path.iterdir())
     assert fetch(remote(server, "/moved", None), tmp_path, quiet).read_bytes() == CONTENT

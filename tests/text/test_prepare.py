@@ -16,7 +16,7 @@ from large_vocabulary import FIRST_RARE, N_VOCAB, large_tokenizer, rare_text
 from preparing import BPE, BYTE, contents, quiet, shards_corpus, small_notes, text_config, write_shard
 
 from andrea.config import DataConfig, TokenizerConfig, UserError
-from andrea.text import prepare
+from andrea.text import corpus
 from andrea.text.corpus import open_corpus
 from andrea.text.sources import Source
 
@@ -36,9 +36,9 @@ def test_tokens_are_the_text_with_an_end_of_text_before_each_document(notes: Pat
 
 def test_small_shards_hold_the_same_stream(notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = open_corpus(text_config(notes), BYTE, tmp_path / "a", quiet).sources[0]
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7001)
-    monkeypatch.setattr(prepare, "GROUP_BYTES", 3001)
-    monkeypatch.setattr(prepare, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(corpus, "SHARD_TOKENS", 7001)
+    monkeypatch.setattr(corpus, "GROUP_BYTES", 3001)
+    monkeypatch.setattr(corpus, "REPORT_SECONDS", 0.0)
     said: list[str] = []
     parts = open_corpus(text_config(notes), BYTE, tmp_path / "b", said.append).sources[0]
     assert len(list(parts.folder.glob("train-*.bin"))) > 3
@@ -60,7 +60,7 @@ def test_ids_of_a_large_vocabulary_are_kept_whole(tmp_path: Path) -> None:
     shards = DataConfig("shards", str(source.folder), {})
     again = open_corpus(shards, config, tmp_path / "again", quiet).sources[0]
     assert np.array_equal(again.train[:], source.train[:]) and np.array_equal(again.val[:], source.val[:])
-    with pytest.raises(UserError, match="holds the token 70000, but byte-257"):
+    with pytest.raises(UserError, match="holds the token 70000, but the tokenizer has 257"):
         (source.folder / "tokenizer.json").unlink()
         open_corpus(shards, BYTE, tmp_path / "byte", quiet)
 
@@ -87,8 +87,8 @@ def test_continuing_after_a_stop_ends_with_the_same_bytes(
     notes, tmp_path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """The stop is at the n-th write to the disk, and nothing is cleaned up after it."""
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 4001)
-    monkeypatch.setattr(prepare, "GROUP_BYTES", 1501)
+    monkeypatch.setattr(corpus, "SHARD_TOKENS", 4001)
+    monkeypatch.setattr(corpus, "GROUP_BYTES", 1501)
     uninterrupted = open_corpus(text_config(notes), BPE, tmp_path / "a", quiet).sources[0].folder
     left = [after]
 
@@ -102,8 +102,8 @@ def test_continuing_after_a_stop_ends_with_the_same_bytes(
         return writes
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "replace_text", dies(prepare.replace_text))
-        patch.setattr(prepare.ShardWriter, "close", dies(prepare.ShardWriter.close))
+        patch.setattr(corpus.files, "replace_text", dies(corpus.files.replace_text))
+        patch.setattr(corpus.ShardWriter, "close", dies(corpus.ShardWriter.close))
         try:
             open_corpus(text_config(notes), BPE, tmp_path / "b", quiet)
         except Stop:
@@ -116,9 +116,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from andrea.config import DataConfig, TokenizerConfig
-from andrea.text import prepare
+from andrea.text import corpus
 from andrea.text.corpus import open_corpus
-prepare.SHARD_TOKENS, prepare.GROUP_BYTES = 60_001, 10_001
+corpus.SHARD_TOKENS, corpus.GROUP_BYTES = 60_001, 10_001
 data = DataConfig("text", sys.argv[1], {})
 print(open_corpus(data, TokenizerConfig("bpe", 500, None), Path(sys.argv[2]), lambda line: None).fingerprint)
 """
@@ -153,7 +153,7 @@ def test_wrong_shards_are_named_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no .bin file"):
         shards_corpus(tmp_path)
     write_shard(folder / "a.bin", [65] * 9 + [257])
-    with pytest.raises(UserError, match="token 257.*byte-257"):
+    with pytest.raises(UserError, match="token 257.*tokenizer has 257"):
         shards_corpus(tmp_path)
     with pytest.raises(UserError, match="holds tokens already"):
         shards_corpus(tmp_path, BPE)
@@ -188,14 +188,14 @@ def test_a_data_dir_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_without_a_file(tmp_path: Path) -> None:
     """The system's error of a write names no file."""
-    with pytest.raises(UserError) as refused, prepare.writing_to(tmp_path, quiet), open("/dev/full", "w") as file:
+    with pytest.raises(UserError) as refused, corpus.writing_to(tmp_path, quiet), open("/dev/full", "w") as file:
         file.write("a" * 100_000)
     assert f"data_dir={tmp_path} cannot be used (No space left on device); set data_dir=" in str(refused.value)
 
 
 def test_a_large_corpus_is_sampled_for_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source("s", "text", small_notes(tmp_path / "notes", 40))
-    whole = list(prepare.vocabulary_sample([source], source.bytes, set()))
-    monkeypatch.setattr(prepare, "BPE_SAMPLE_BYTES", source.bytes // 3)
-    part = list(prepare.vocabulary_sample([source], source.bytes, set()))
+    whole = list(corpus.vocabulary_sample([source], source.bytes, set()))
+    monkeypatch.setattr(corpus, "BPE_SAMPLE_BYTES", source.bytes // 3)
+    part = list(corpus.vocabulary_sample([source], source.bytes, set()))
     assert len(part) == len(whole) // 3 and set(part) <= set(whole) and part[-1] in whole[-3:]

@@ -22,8 +22,7 @@ from andrea.text import encodings
 from andrea.text.corpus import open_corpus
 from andrea.text.encodings import whole_blocks
 from andrea.text.listing import Findings
-from andrea.text.sources import Source
-from andrea.text.split import is_held_out
+from andrea.text.sources import Source, is_held_out
 
 
 def many(count: int) -> dict[str, bytes]:

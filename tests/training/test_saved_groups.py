@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from andrea.checkpoint import read_checkpoint
-from andrea.config import CONFIGS, UserError, chosen_groups
+from andrea.config import CONFIGS, UserError
+from andrea.config.keys import chosen_groups
 
 
 @pytest.fixture
