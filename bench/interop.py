@@ -42,10 +42,10 @@ from andrea.config import RunConfig, UserError
 from andrea.evaluation.harness.model import AndreaLM
 from andrea.evaluation.scoring import Scorer, Subject
 from andrea.interop import proof
+from andrea.interop.architectures import Trained
 from andrea.interop.gguf import Gguf, choose_architecture
 from andrea.interop.hugging_face.target import HuggingFace
 from andrea.interop.proof import compared_text
-from andrea.interop.settings import Trained
 from andrea.text.tokenizer import Tokenizer, train_bpe
 from bench.judges import by_lm_eval
 

@@ -96,9 +96,9 @@ def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[
 
 def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> FinishedRun:
     """Train a new run, or continue from the checkpoint that `resume` finds. started: see `start`."""
+    from andrea.insight.compare.page import RunPage
     from andrea.insight.lens.lens import small_lens
     from andrea.insight.lens.scores import probe_scores
-    from andrea.insight.run_page import RunPage
     from andrea.training import resume
     from andrea.training.evaluation import Lens
     from andrea.training.parallel.ranks import join_ranks

@@ -110,11 +110,7 @@ def answers(engine: Engine, questions: Sequence[Question], batch_size: int) -> t
     texts = [""] * len(questions)
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
-        written: dict[int, list[int]] = {index: [] for index in batch}
         request = Request(max(most[index] for index in batch), sampling=Sampling(temperature=0))  # the likeliest tokens
         for token in engine.stream_all([fitted[index].tokens for index in batch], request):
-            if token.ended != "end_of_text":  # nor <|end|>
-                written[batch[token.sample]].append(token.token)
-        for index, ids in written.items():
-            texts[index] = tokenizer.decode(ids).strip()
-    return texts, sum(each.n_left_out + (each.n_cut > 0) for each in fitted)
+            texts[batch[token.sample]] += token.text
+    return [text.strip() for text in texts], sum(each.n_left_out + (each.n_cut > 0) for each in fitted)

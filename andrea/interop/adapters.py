@@ -28,12 +28,11 @@ from andrea.checkpoint.folder import read_small_json
 from andrea.checkpoint.model import load_results
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
-from andrea.interop.architectures import TOLERANCE, renamed
+from andrea.interop.architectures import TOLERANCE, Trained, renamed
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
 from andrea.interop.importing.families import TRANSPOSED
 from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
 from andrea.interop.proof import OtherProgram, Target
-from andrea.interop.settings import Trained
 from andrea.model.lora import ALPHA, A, B
 from andrea.runtime.program import typed_command, typed_words
 

@@ -6,7 +6,6 @@ With the model card, and the upload to Hugging Face's hub.
 from __future__ import annotations
 
 import html
-import json
 import os
 import re
 import shlex
@@ -20,10 +19,10 @@ from andrea.checkpoint.folder import removed_on_failure
 from andrea.checkpoint.model import configs_of, load_model
 from andrea.config import ExportConfig, UserError, as_typed, to_plain
 from andrea.interop.adapters import Peft
+from andrea.interop.architectures import Trained
 from andrea.interop.gguf import Gguf
-from andrea.interop.hugging_face.target import HuggingFace
+from andrea.interop.hugging_face.target import HuggingFace, write_json
 from andrea.interop.proof import MOST_TOKENS, ComparedText, Proof, Target, compared_text, prove, read_text
-from andrea.interop.settings import Trained
 from andrea.runtime.files import StorageFailed, publish_folder, reading, staging_path, storing
 from andrea.runtime.own_parts import is_own
 
@@ -68,7 +67,7 @@ def export(config: ExportConfig) -> int:
 
 def publish(staging: Path, folder: Path, record: dict[str, Any]) -> None:
     """Add proof.json to the staging folder of an export or an import, and give it its name. Raises OSError."""
-    (staging / "proof.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(staging / "proof.json", record)
     publish_folder(staging, folder)
 
 
@@ -219,10 +218,10 @@ def upload(folder: Path, repository: str, is_private: bool, replaced: tuple[str,
     except ImportError:
         reason = "huggingface_hub cannot be imported; run: pip install huggingface_hub"
         raise not_uploaded(folder, reason, repository, is_private) from None
+    if huggingface_hub.get_token() is None:
+        reason = "this machine has no token of the hub; run: hf auth login, or set HF_TOKEN"
+        raise not_uploaded(folder, reason, repository, is_private)
     try:
-        if huggingface_hub.get_token() is None:
-            reason = "this machine has no token of the hub; run: hf auth login, or set HF_TOKEN"
-            raise not_uploaded(folder, reason, repository, is_private)
         api = huggingface_hub.HfApi()
         url = api.create_repo(repository, private=is_private, exist_ok=True)
         visibility = "private" if api.model_info(repository).private else "public"
@@ -232,8 +231,6 @@ def upload(folder: Path, repository: str, is_private: bool, replaced: tuple[str,
             commit_message="Export by ANDREA",
             delete_patterns=list(replaced) or None,
         )
-    except UserError:
-        raise
     except Exception as error:  # it has many: no network, a token that may not write, a name that is not allowed
         raise not_uploaded(folder, reason_of(error), repository, is_private) from None
     return f"uploaded to {url}, which is {visibility}"
@@ -251,10 +248,8 @@ def reason_of(error: BaseException) -> str:
     found: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        for words in (
-            str(cause).strip().partition("\n")[0] or type(cause).__name__,
-            getattr(cause, "server_message", None),
-        ):
+        first_line = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        for words in (first_line, getattr(cause, "server_message", None)):
             line = " ".join((words or "").split()).rstrip(".")
             if line and not any(line in each for each in found):
                 found.append(line)

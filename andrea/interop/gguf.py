@@ -21,13 +21,15 @@ from andrea.interop.architectures import (
     NO_ROTATION,
     TOLERANCE,
     Architecture,
+    Trained,
+    anything,
+    fewest_differences,
     joined_weights,
     normed_weights,
     weights_of,
 )
 from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_tokens
 from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
-from andrea.interop.settings import Trained, anything, fewest_differences
 from andrea.model.gpt import GPT, scaled
 from andrea.text.chat import CHAT_TEMPLATE, END
 from andrea.text.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from andrea.config import UserError
-from andrea.interop.settings import Trained
+from andrea.interop.architectures import Trained
 from andrea.model.gpt import GPT
 from andrea.text.corpus import held_out_of_run
 from andrea.text.loader import validation_batches

@@ -20,8 +20,8 @@ class Names:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.table = tokenizer.token_bytes()
-        special = getattr(tokenizer, "special", {})
-        self.special = {token: name for name, token in special.items()} | {tokenizer.end_of_text: "<|endoftext|>"}
+        named = tokenizer.special.items()
+        self.special = {token: name for name, token in named} | {tokenizer.end_of_text: "<|endoftext|>"}
 
     def __getitem__(self, token: int) -> str:
         try:

@@ -94,10 +94,8 @@ class Guard:
             await self.app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> RequestError | None:
-        config, headers = (
-            self.config,
-            dict(reversed(scope["headers"])),
-        )  # of a header that is given twice, the first one
+        config = self.config
+        headers = dict(reversed(scope["headers"]))  # of a header that is given twice, the first one
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if not is_allowed_host(host, config):
             return RequestError(

@@ -25,10 +25,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from andrea.checkpoint import Damaged, checkpoints_of, step_of
+from andrea.checkpoint import checkpoints_of, step_of
 from andrea.config import ServeConfig, UserError
 from andrea.generation.batching import token_score
-from andrea.insight.compare.comparison import compare_runs
 from andrea.insight.compare.page import page_data
 from andrea.insight.compare.runs import read_run
 from andrea.insight.html import fill_template, without_comments
@@ -50,7 +49,7 @@ Load = Callable[[ServeConfig, torch.device], tuple[Served, list[str]]]
 
 def page_routes(served: Served, load: Load) -> list[Route]:
     """load: as `server.load_one`."""
-    routes = [Route("/", make_page())]
+    routes = [Route("/", make_page(), methods=["GET"])]
     for prefix, each in (("", served), ("/beside", served.beside)):
         if each is None:
             continue
@@ -68,8 +67,8 @@ def page_routes(served: Served, load: Load) -> list[Route]:
     return routes
 
 
-def make_page() -> Callable[[Request], Any]:
-    """The route of the page. Its policy allows its own script and style, by their hashes, and requests to its own origin."""
+def make_page() -> Response:
+    """The page, the same for every request. Its policy allows its own script and style, by their hashes, and its own origin."""
     folder = Path(__file__).parent / "web"
     hashes = {
         name: base64.b64encode(hashlib.sha256(without_comments(folder / file).encode()).digest()).decode()
@@ -82,11 +81,7 @@ def make_page() -> Callable[[Request], Any]:
         "referrer-policy": "no-referrer",
         "cache-control": "no-store",
     }
-
-    async def page(request: Request) -> Response:
-        return HTMLResponse(text, headers=headers)
-
-    return page
+    return HTMLResponse(text, headers=headers)
 
 
 class PageRoutes:
@@ -111,7 +106,7 @@ class PageRoutes:
             "precision": self.served.about["precision"],
             "max_tokens": self.served.config.max_tokens,
             "can_chat": isinstance(tokenizer, ChatTokenizer),
-            "special": {token: name for token, name in self.api.names.special.items()},
+            "special": self.api.names.special,
             "has_beside": self.served.beside is not None,
             "has_run": (self.folder / "config.yaml").is_file(),
         }
@@ -159,8 +154,8 @@ class PageRoutes:
 
     def run_facts(self) -> dict[str, Any]:
         try:
-            data = page_data(compare_runs([read_run(self.folder, self.folder.name)], [], None, None, seed=0))
-        except (UserError, StorageFailed, Damaged) as error:
+            data = page_data([read_run(self.folder, self.folder.name)])
+        except (UserError, StorageFailed) as error:
             raise RequestError(409, f"the run cannot be shown: {error}") from None
         newest = max(map(step_of, checkpoints_of(self.folder)), default=None)
         is_training = is_locked(self.folder / LOCK)
@@ -190,7 +185,7 @@ class PageRoutes:
                 config = dataclasses.replace(self.served.config, checkpoint=str(newest))
                 try:
                     fresh, _ = await asyncio.to_thread(self.load, config, self.worker.gpt.embedding.weight.device)
-                except (UserError, StorageFailed, Damaged) as error:
+                except (UserError, StorageFailed) as error:
                     raise RequestError(409, f"the checkpoint cannot be loaded: {error}") from None
                 task = Task(replace_model(self.worker, fresh.worker))
                 self.worker.submit_task(task)

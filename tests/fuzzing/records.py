@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from andrea.api.command_line import compose, read
 from andrea.checkpoint.find_and_prune import mark_and_prune
 from andrea.config import RunConfig, RunsConfig, UserError, parse
-from andrea.insight.compare.comparison import compare_runs
+from andrea.insight.compare.comparison import scaling_lines
 from andrea.insight.compare.page import render_page, terminal_lines
 from andrea.insight.compare.runs import read_runs
 from andrea.insight.runs import show_runs
@@ -138,9 +138,9 @@ def make_records(folder: Path) -> Handler:
         show_runs(listed, said.append)
         compared, left_out = read_runs([run.run])
         if compared:
-            comparison = compare_runs(compared, left_out, None, None, 0)
-            terminal_lines(comparison)
-            render_page(comparison)
+            scaling = scaling_lines(compared, None, None, 0)
+            terminal_lines(compared, scaling)
+            render_page(compared, left_out, scaling)
         for name in ("metrics.jsonl", "samples.jsonl"):
             for complaint in complaints[name]:
                 assert not compared or any(complaint in line for line in left_out), left_out

@@ -13,8 +13,8 @@ import torch
 from compare.run_folders import make_run
 
 from andrea.checkpoint.tensors import write_shard
+from andrea.insight.compare.page import RunPage
 from andrea.insight.compare.runs import LeftOut, read_run
-from andrea.insight.run_page import RunPage
 
 RECORD = {"step": 100, "tokens": 1, "flops": 1.0, "seconds": 1.0}
 

@@ -14,9 +14,8 @@ from andrea.checkpoint import Checkpoint, write_checkpoint
 from andrea.checkpoint.folder import flushed_files, make_staging_folder, publish
 from andrea.checkpoint.tensors import write_shard
 from andrea.config import AttentionConfig, ModelConfig, to_plain
-from andrea.interop.architectures import weights_of
+from andrea.interop.architectures import Trained, weights_of
 from andrea.interop.hugging_face.target import code_cache
-from andrea.interop.settings import Trained
 from andrea.model import GPT, initialise
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer
 

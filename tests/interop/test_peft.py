@@ -22,7 +22,7 @@ from andrea.checkpoint import newest_whole, read_checkpoint, write_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import UserError
 from andrea.interop.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from andrea.interop.settings import Trained
+from andrea.interop.architectures import Trained
 from andrea.model import GPT
 from andrea.model.lora import is_factor, merge
 

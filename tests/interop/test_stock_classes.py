@@ -14,11 +14,10 @@ from exportable import LAYERNORM, NANO, logits_of, make_trained, tokens_of
 from andrea.api.command_line import configure
 from andrea.config import RunConfig, UserError
 from andrea.interop import proof
-from andrea.interop.architectures import STOCK, choose_class
+from andrea.interop.architectures import STOCK, Trained, choose_class
 from andrea.interop.gguf import choose_architecture
 from andrea.interop.hugging_face.target import HuggingFace, write_folder
 from andrea.interop.proof import compared_text
-from andrea.interop.settings import Trained
 from andrea.text.tokenizer import RankTokenizer
 
 PAGE = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")

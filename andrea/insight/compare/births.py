@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from andrea.insight.compare.runs import Run
+from andrea.insight.compare.runs import Run, axes_of
 from andrea.insight.lens.scores import NAMES, HeadName
-from andrea.training.records import AXES
 from andrea.training.records.console import format_number
 
 
@@ -81,7 +80,3 @@ def births_data(run: Run) -> dict[str, Any]:
             if found
         },
     }
-
-
-def axes_of(record: dict[str, Any]) -> dict[str, float]:
-    return {key: record[key] for key in ("step", *AXES)}

@@ -1,4 +1,4 @@
-"""Computes everything that the terminal and the page show about the compared runs."""
+"""Computes what the terminal and the page show about the compared runs."""
 
 from __future__ import annotations
 
@@ -107,29 +107,25 @@ MAY_DIFFER = {
 TERMS = {"N": ("A", "alpha", "parameters"), "D": ("B", "beta", "tokens"), "C": ("K", "gamma", "FLOPs")}
 
 
-@dataclass(frozen=True)
-class Target:
-    """The model whose loss the scaling law predicts."""
-
-    name: str
-    parameters: int
-    tokens: int
-    flops: float
-
-
-def target_of(model: ModelConfig, tokens: int | None, largest: Run) -> Target:
-    """The model of predict=…, trained on `tokens`; by default on the largest run's tokens per parameter."""
+def size_of(model: ModelConfig, tokens: int | None, largest: Run) -> tuple[int, int, float]:
+    """Parameters, tokens and FLOPs of a model trained on `tokens`; by default on the largest run's tokens per parameter."""
     from andrea.model.size import count_parameters, flops_per_token
 
     attention = parse(AttentionConfig, largest.config.get("attention"), "attention")
     n_vocab = load_tokenizer(largest.checkpoint).n_vocab
     parameters = count_parameters(model, attention, n_vocab).total
     tokens = tokens or round(parameters * largest.tokens / largest.parameters)
-    return Target(model.name, parameters, tokens, float(tokens * flops_per_token(model, attention, n_vocab)))
+    return parameters, tokens, float(tokens * flops_per_token(model, attention, n_vocab))
 
 
-def scaling_lines(runs: list[Run], target: Target | None, seed: int) -> list[str]:
-    """The scaling law of the finished runs as lines of text, or one line that says why no law can be fitted."""
+def scaling_lines(runs: list[Run], predicted: ModelConfig | None, predict_tokens: int | None, seed: int) -> list[str]:
+    """The scaling law of the finished runs as lines of text, or one line that says why no law can be fitted.
+
+    runs: smallest model first; one run alone has no law. predicted: a model whose loss the law predicts; see `size_of`.
+    """
+    if len(runs) == 1 and predicted is None:
+        return []
+    size = size_of(predicted, predict_tokens, runs[-1]) if predicted else None  # raises before anything is fitted
     finished = [run for run in runs if run.finished]
     if len({run.fingerprint for run in finished}) > 1:
         return ["no scaling fit: the runs were trained on different data or with different tokenizers"]
@@ -148,8 +144,8 @@ def scaling_lines(runs: list[Run], target: Target | None, seed: int) -> list[str
     other = [key for key in differences(finished) if key not in MAY_DIFFER and not key.startswith("train.")]
     if other:
         lines.append(f"caution: a scaling law assumes runs with equal settings, but these differ in {', '.join(other)}")
-    if target:
-        lines.append(prediction_line(fit, target, finished[-1]))
+    if predicted:
+        lines.append(prediction_line(fit, predicted.name, size, finished[-1]))
     return lines
 
 
@@ -168,25 +164,24 @@ def law_line(fit: ScalingFit) -> str:
     )
 
 
-def prediction_line(fit: ScalingFit, target: Target, run: Run) -> str:
-    """The predicted loss with its interval, in nats per token and bits per byte, and the factor of extrapolation."""
-    values = (target.parameters, target.tokens) if fit.variables == ("N", "D") else (target.flops,)
+def prediction_line(fit: ScalingFit, name: str, size: tuple[int, int, float], run: Run) -> str:
+    """The predicted loss with its interval, in nats per token and bits per byte, and the factor of extrapolation.
+
+    name, size: of the model, the latter from `size_of`. run: a finished one.
+    """
+    parameters, tokens, flops = size
+    values = (parameters, tokens) if fit.variables == ("N", "D") else (flops,)
     nats = fit.predict(*values)
     per_nat = run.bpb / run.loss  # bits per byte for one nat per token, the same for all runs on these data
     bits = Interval(*(per_nat * number for number in (nats.value, nats.low, nats.high)))
     factors = fit.extrapolation(*values)
-    reach = " and ".join(f"{factor:.3g} times the {TERMS[name][2]}" for name, factor in factors.items())
+    reach = " and ".join(f"{factor:.3g} times the {TERMS[variable][2]}" for variable, factor in factors.items())
     tested = TESTED_FACTOR if fit.variables == ("N", "D") else TESTED_FACTOR**2
-    untested = max(factors.values()) > 1.01 * tested
+    caution = f"; the intervals were tested only up to a factor of {tested:g}: take this as a rough estimate"
     return (
-        f"predicted for {target.name} with {target.parameters:,} parameters on {format_number(target.tokens)} tokens: "
+        f"predicted for {name} with {parameters:,} parameters on {format_number(tokens)} tokens: "
         f"loss {nats} nats per token, {bits} bits per byte ({CONFIDENCE:.0%} interval of the mean over seeds); "
-        f"the model has {reach} of the largest run"
-        + (
-            f"; the intervals were tested only up to a factor of {tested:g}: take this as a rough estimate"
-            if untested
-            else ""
-        )
+        f"the model has {reach} of the largest run{caution if max(factors.values()) > 1.01 * tested else ''}"
     )
 
 
@@ -244,10 +239,14 @@ COLUMNS = (
 
 
 def make_table(runs: list[Run]) -> tuple[list[Column], list[list[str]]]:
-    """Returns the columns for which at least one run has a figure, and one row of cells for each run."""
+    """The columns for which at least one run has a figure, and the cells of each run, its name first."""
     columns = [column for column in COLUMNS if any(getattr(run, column.figure) is not None for run in runs)]
-    figures = [[(column, getattr(run, column.figure)) for column in columns] for run in runs]
-    return columns, [[NO_FIGURE if n is None else column.shown(n) for column, n in row] for row in figures]
+    rows = []
+    for run in runs:
+        figures = [(column, getattr(run, column.figure)) for column in columns]
+        cells = [NO_FIGURE if figure is None else column.shown(figure) for column, figure in figures]
+        rows.append([run.name + ("" if run.finished else " *"), *cells])
+    return columns, rows
 
 
 def terminal_table(heads: list[str], rows: list[list[str]], width: int) -> str:
@@ -282,83 +281,47 @@ def shorten_in_middle(text: str, width: int) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
-# ------------------------------------------------------------------------------------------------------- the comparison
+# ---------------------------------------------------------------------------------------------------------------- notes
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The compared runs, smallest model first, and the results of the comparison."""
-
-    runs: list[Run]
-    columns: list[Column]  # of the table, without the run's name
-    rows: list[list[str]]  # of the table, with the run's name first
-    left_out: list[str]  # one line for each folder that could not be compared
-    warnings: list[str]
-    scaling: list[str]  # lines of text
-    differing: dict[str, list[Any]]  # configuration key -> its value in each run
-
-    @property
-    def summary(self) -> str:
-        if len(self.runs) == 1:
-            run = self.runs[0]
-            state = "finished" if run.finished else run.progress
-            return (
-                f"{run.config['model']['name']}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens of "
-                f"{data_name(run.config)} · {state}"
-            )
-        smallest, largest = (format_number(run.parameters) for run in (self.runs[0], self.runs[-1]))
-        sizes = f"of {smallest}" if smallest == largest else f"from {smallest} to {largest}"
-        return f"{count(len(self.runs), 'run')}, {sizes} parameters"
-
-    @property
-    def notes(self) -> list[str]:
-        """Lines on unfinished runs, which the table marks with '*', and on runs whose best evaluation is not the last."""
+def summary_of(runs: list[Run]) -> str:
+    """What is compared, in one line. runs: smallest model first."""
+    if len(runs) == 1:
+        run = runs[0]
+        state = "finished" if run.finished else run.progress
         return (
-            [f"* {run.name}: {run.progress}" for run in self.runs if not run.finished]
-            + [
-                f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last evaluation, at "
-                f"step {run.validation[-1]['step']:,}, has {run.validation[-1]['val/bpb']:.4f} bits per byte"
-                for run in self.runs
-                if run.result["step"] != run.validation[-1]["step"]
-            ]
-            + self.best
-            + self.judged
+            f"{run.config['model']['name']}, {format_number(run.parameters)} parameters, {format_number(run.tokens)} tokens of "
+            f"{data_name(run.config)} · {state}"
         )
-
-    @property
-    def judged(self) -> list[str]:
-        """One line for each figure of `andrea evaluate`, with its value in each run that was judged in this way."""
-        found: dict[str, list[str]] = {}
-        for run in self.runs:
-            for step, figure in run.judged.values():
-                other_step = "" if step == run.result["step"] else f" at step {step:,}"
-                guessed = "" if figure.chance is None else f", chance {figure.chance:.3f}"
-                rounded = "" if figure.precision == "fp32" else f", weights in {figure.precision}"
-                what = f"{figure.task} {figure.metric} ({figure.about or f'{figure.n:,} questions'}{guessed}{rounded})"
-                found.setdefault(what, []).append(f"{run.name} {figure.text}{other_step}")
-        return [f"{what}: {'; '.join(values)}" for what, values in sorted(found.items())]
-
-    @property
-    def best(self) -> list[str]:
-        """A line that names the run with the fewest bits per byte; none if there is one run, or if the texts differ."""
-        if len(self.runs) == 1 or len({run.fingerprint for run in self.runs}) > 1:
-            return []
-        best = min(self.runs, key=lambda run: run.bpb)
-        return [f"fewest bits per byte: {best.name}, {best.bpb:.4f}"]
+    smallest, largest = (format_number(run.parameters) for run in (runs[0], runs[-1]))
+    sizes = f"of {smallest}" if smallest == largest else f"from {smallest} to {largest}"
+    return f"{count(len(runs), 'run')}, {sizes} parameters"
 
 
-def compare_runs(
-    runs: list[Run], left_out: list[str], predicted: ModelConfig | None, predict_tokens: int | None, seed: int
-) -> Comparison:
-    """Compare runs (at least one, smallest first). predicted: a model whose loss the scaling fit will predict."""
-    columns, cells = make_table(runs)
-    target = target_of(predicted, predict_tokens, largest=runs[-1]) if predicted else None
-    return Comparison(
-        runs=runs,
-        columns=columns,
-        rows=[[run.name + ("" if run.finished else " *"), *row] for run, row in zip(runs, cells, strict=True)],
-        left_out=left_out,
-        warnings=comparability_warnings(runs),
-        scaling=scaling_lines(runs, target, seed) if len(runs) > 1 or target else [],
-        differing=differences(runs),
-    )
+def notes_on(runs: list[Run]) -> list[str]:
+    """Lines on unfinished runs, which the table marks with '*', on runs whose best evaluation is not the last, and on the
+    figures of `andrea evaluate`. One names the run with the fewest bits per byte, if several runs have the same text."""
+    lines = [f"* {run.name}: {run.progress}" for run in runs if not run.finished]
+    lines += [
+        f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last evaluation, at "
+        f"step {run.validation[-1]['step']:,}, has {run.validation[-1]['val/bpb']:.4f} bits per byte"
+        for run in runs
+        if run.result["step"] != run.validation[-1]["step"]
+    ]
+    if len(runs) > 1 and len({run.fingerprint for run in runs}) == 1:
+        best = min(runs, key=lambda run: run.bpb)
+        lines.append(f"fewest bits per byte: {best.name}, {best.bpb:.4f}")
+    return lines + judged_lines(runs)
+
+
+def judged_lines(runs: list[Run]) -> list[str]:
+    """One line for each figure of `andrea evaluate`, with its value in each run that was judged in this way."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        for step, figure in run.judged.values():
+            other_step = "" if step == run.result["step"] else f" at step {step:,}"
+            guessed = "" if figure.chance is None else f", chance {figure.chance:.3f}"
+            rounded = "" if figure.precision == "fp32" else f", weights in {figure.precision}"
+            what = f"{figure.task} {figure.metric} ({figure.about or f'{figure.n:,} questions'}{guessed}{rounded})"
+            found.setdefault(what, []).append(f"{run.name} {figure.text}{other_step}")
+    return [f"{what}: {'; '.join(values)}" for what, values in sorted(found.items())]

@@ -159,7 +159,7 @@ def read_run(folder: Path, name: str) -> Run:
     optional = ("val/compared_bpb", "val/tokens", "expected/bpb", "expected/spread_bpb")
     validation = curve(records, ("val/loss", "val/bpb"), optional)
     if not validation:
-        raise LeftOut(f"no evaluation yet, at step {records[-1].get('step', 0)}")
+        raise LeftOut(f"no evaluation yet, at step {records[-1]['step']}")
     result, memory = result_of(validation, config), values_of(records, "train/peak_memory_bytes")
     try:
         judged = read_figures(folder)
@@ -199,11 +199,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def last_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     """step and the AXES of the last record that has them. Raises LeftOut."""
-    keys = ("step", *AXES)
     for record in reversed(records):
-        if all(is_number(record.get(key)) and record[key] >= 0 for key in keys):
-            return {key: record[key] for key in keys}
-    raise LeftOut(f"no record has {', '.join(keys)}")
+        axes = axes_of(record)
+        if axes is not None and min(axes.values()) >= 0:
+            return axes
+    raise LeftOut(f"no record has step, {', '.join(AXES)}")
+
+
+def axes_of(record: dict[str, Any]) -> dict[str, float] | None:
+    """step and the AXES of a record; None if it lacks one of them."""
+    axes = {key: record.get(key) for key in ("step", *AXES)}
+    return axes if all(map(is_number, axes.values())) else None
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
@@ -244,10 +250,11 @@ def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tup
     """
     by_step: dict[float, dict[str, float]] = {}
     for record in records:
-        if all(is_number(record.get(key)) for key in ("step", *AXES, *figures)) and record["step"] >= 0:
-            found = (*figures, *(key for key in optional if is_number(record.get(key))))
+        axes = axes_of(record)
+        if axes is not None and all(is_number(record.get(key)) for key in figures):
+            found = {key: record[key] for key in (*figures, *optional) if is_number(record.get(key))}
             kept = by_step.get(record["step"], {}) if "event" in record else {}
-            by_step[record["step"]] = kept | {key: record[key] for key in ("step", *AXES, *found)}
+            by_step[record["step"]] = kept | axes | found
     return list(by_step.values())
 
 
@@ -259,13 +266,9 @@ def head_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         tables = {key.removeprefix(HEADS): value for key, value in record.items() if key.startswith(HEADS)}
         tables = {name: table for name, table in tables.items() if is_table(table)}
-        if tables and all(is_number(record.get(key)) for key in ("step", *AXES)):
-            score = record.get(IN_CONTEXT)
-            found.append(
-                {key: record[key] for key in ("step", *AXES)}
-                | ({"in_context_nats": score} if is_number(score) else {})
-                | {"tables": tables}
-            )
+        axes, score = axes_of(record), record.get(IN_CONTEXT)
+        if tables and axes is not None:
+            found.append(axes | ({"in_context_nats": score} if is_number(score) else {}) | {"tables": tables})
     return found
 
 

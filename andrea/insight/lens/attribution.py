@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from andrea.attention import Cosine
-from andrea.insight.lens.trace import LayerTrace, attend_as
+from andrea.insight.lens.trace import LayerTrace, attend_as, block_outputs
 from andrea.model.gpt import GPT, LearnedPosition
 
 # ------------------------------------------------------------------------------------------------ parts of the stream
@@ -67,9 +67,8 @@ def written_parts(model: GPT, tokens: Tensor, layers: Sequence[LayerTrace]) -> I
     yield torch.cat(alone)
     for block, trace in zip(model.blocks, layers, strict=False):
         heads = torch.einsum("hmd,htd->htm", block.attention.output_by_head, trace.written[0])
-        after_attention = trace.before + block.attention.output(block.attention.merged(trace.written))
-        read = trace.before if block.parallel_residual else after_attention
-        yield torch.cat((heads, block.mlp(block.mlp_norm(read))))
+        _, of_mlp = block_outputs(block, trace.before, trace.written)
+        yield torch.cat((heads, of_mlp))
 
 
 def biases_written(model: GPT, n_layer: int) -> Tensor:
@@ -131,13 +130,13 @@ def score_parts(
     projection = FrozenProjection(model, layers[layer], layer)
     if not projection.is_bilinear():
         return None
-    groups = [head * projection.n_kv_head // model.config.n_head for head in heads]
+    groups = [head * projection.attention.n_kv_head // model.config.n_head for head in heads]
     heads = list(heads)
     rows = []
     for part in parts[: layer + 1]:
         query, key = projection.rows(projection.norm(part))
         rows.append((query[:, heads], key[:, groups]))  # copies: the rows of the other heads are freed
-    query, key = (each.sum(0, keepdim=True) for each in projection.rows(projection.biases(), has_bias=True))
+    query, key = (each.sum(0, keepdim=True) for each in projection.rows(projection.biases, has_bias=True))
     rows.append((query[:, heads], key[:, groups]))
     return ScoreParts(*(torch.cat(side) for side in zip(*rows, strict=True)))
 
@@ -149,9 +148,7 @@ class FrozenProjection:
         block = model.blocks[layer]
         self.attention, self.shared = block.attention, trace.shared
         self.norm = FrozenNorm.at(block.attention_norm, trace.before[0])
-        self.biases_before = biases_written(model, layer)
-        self.n_kv_head = self.attention.key.out_features // self.attention.d_head
-        self.n_mixed = 1 if self.attention.taps is None else self.attention.taps.shape[-1]
+        self.biases = self.norm.of_biases(biases_written(model, layer))[None]  # (1, T, d_model): also of earlier layers
         # What the frozen scales are computed from: the whole queries (1, H, T, D) and keys (1, G, T, D), before and after QK-norm.
         rows = self.convolved(block.attention_norm(trace.before), has_bias=True)
         self.projected = [each.sum(0, keepdim=True) for each in rows]
@@ -163,23 +160,19 @@ class FrozenProjection:
         place = self.shared.place
         return (query, key) if place is None else (place(query), place(key))
 
-    def biases(self) -> Tensor:
-        """(1, T, d_model): those of the norm, and of earlier layers in the stream."""
-        return self.norm.of_biases(self.biases_before)[None]
-
     def convolved(self, x: Tensor, has_bias: bool) -> list[Tensor]:
         """x (P, T, d_model) -> W_Q x (P K, H, T, D) and W_K x (P K, G, T, D), with the taps of a convolution.
 
         A row for each token that the convolution mixes, where `convolve_readable` has their sum.
         """
         attention, found = self.attention, []
-        n_heads = [attention.n_head, self.n_kv_head, self.n_kv_head]
+        n_heads = [attention.n_head, attention.n_kv_head, attention.n_kv_head]
         taps = (None, None) if attention.taps is None else attention.taps.split(n_heads)[:2]
         for layer, its_taps in zip((attention.query, attention.key), taps, strict=True):
             projected = x @ layer.weight.T
             projected = attention.heads(projected if layer.bias is None or not has_bias else projected + layer.bias)
             if its_taps is not None:
-                by_distance = [self.tapped(projected, its_taps, distance) for distance in range(self.n_mixed)]
+                by_distance = [self.tapped(projected, its_taps, distance) for distance in range(its_taps.shape[-1])]
                 projected = torch.stack(by_distance, 1).flatten(0, 1)
             found.append(projected)
         return found
@@ -315,9 +308,7 @@ def head_effects(model: GPT, layers: Sequence[LayerTrace], parts: Sequence[Tenso
         for kind in range(len(KINDS)):
             patched = [without[each] if each == kind else whole[each].expand_as(without[each]) for each in range(3)]
             retrieved = attend_as(attention, *patched, function, shared).output
-            change = (
-                attention.finish(retrieved, patched[2], trace.gate) - trace.written
-            )  # (some earlier heads, H, T, D)
+            change = attention.finish(retrieved, patched[2], trace.gate) - trace.written  # (some heads, H, T, D)
             effects.append(torch.einsum("shtd,hde,shte->sh", change, gram, change))
     by_kind = torch.stack([torch.cat(effects[kind :: len(KINDS)]) for kind in range(len(KINDS))])
     length = torch.einsum("bhtd,hde,bhte->h", trace.written, gram, trace.written)

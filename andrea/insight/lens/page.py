@@ -104,8 +104,7 @@ def mixture(attention: MultiHeadAttention) -> list[dict[str, list[float]]]:
     weights = attention.taps.detach().float()  # (H + 2G, D, K)
     weights = torch.cat([1 + weights[..., :1], weights[..., 1:]], dim=-1).abs().sum(1)
     shares = (weights / weights.sum(-1, keepdim=True)).tolist()
-    n_head = attention.query.out_features // attention.d_head
-    n_kv_head = (len(shares) - n_head) // 2
+    n_head, n_kv_head = attention.n_head, attention.n_kv_head
     groups = [n_head + head // (n_head // n_kv_head) for head in range(n_head)]
     return [
         {"query": shares[head], "key": shares[group], "value": shares[group + n_kv_head]}
@@ -259,6 +258,14 @@ class Measurements:
         """The heads that have a name, with the scores that gave them their names."""
         names = {head: [name.score for name in names_of(self.probed, *head)] for head in self.heads}
         return {head: found for head, found in names.items() if found}
+
+    def facts_of(self, head: Head) -> dict[str, Any]:
+        """The head's scores and names, as the page's script reads them."""
+        return {
+            "prompt": {name: json_number(score[head]) for name, score in self.scores.items()},
+            "probe": {name: json_number(score[head]) for name, score in self.probed.items()},
+            "names": [name.score for name in names_of(self.probed, *head)],
+        }
 
     def by_interest(self) -> list[Head]:
         """All heads, most interesting first.
@@ -473,14 +480,8 @@ class LensPage:
 
     def facts_of_head(self, head: Head, is_full: bool, effects: dict[Head, np.ndarray]) -> dict[str, Any]:
         """The head's scores and names, whether it is shown in full, and the change of the loss by its ablation."""
-        measurements = self.measurements
-        return {
-            "prompt": {name: json_number(score[head]) for name, score in measurements.scores.items()},
-            "probe": {name: json_number(score[head]) for name, score in measurements.probed.items()},
-            "names": [name.score for name in names_of(measurements.probed, *head)],
-            "full": is_full,
-            "loss_change": json_number(self.loss_change(effects[head])) if head in effects else None,
-        }
+        change = json_number(self.loss_change(effects[head])) if head in effects else None
+        return self.measurements.facts_of(head) | {"full": is_full, "loss_change": change}
 
 
 END_OF_TEXT = "⟨end-of-text⟩"

@@ -167,8 +167,7 @@ def logit_attribution(model: GPT, layer: int, head: int, vectors: Tensor, count:
     tokens with the largest decrease, and these changes, (T, 2 count) each. The final norm is left out, because it
     depends on all other parts of the model.
     """
-    unembedding = model.embedding.weight if model.head is None else model.head.weight  # (V, d_model)
-    of_head = unembedding @ model.blocks[layer].attention.output_by_head[head]  # (V, D)
+    of_head = model.head_weight @ model.blocks[layer].attention.output_by_head[head]  # (V, D)
     change = vectors @ of_head.T  # (T, V)
     up, down = change.topk(count), change.topk(count, largest=False)
     return torch.cat((up.indices, down.indices), -1), torch.cat((up.values, down.values), -1)

@@ -603,9 +603,9 @@ class AndreaModel(AndreaPreTrainedModel):
         how = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask}
         how |= {CACHE: cache, "position_ids": position_ids}
         return {
-            window: create_causal_mask(**how)
-            if window is None
-            else create_causal_mask(**how, and_mask_function=sliding_window_overlay(window))
+            window: create_causal_mask(
+                **how, and_mask_function=None if window is None else sliding_window_overlay(window)
+            )
             for window in dict.fromkeys(self.config.windows)
         }
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from andrea.checkpoint.tensors import write_tensors
-from andrea.interop.architectures import TOLERANCE, HuggingFaceClass, choose_class
+from andrea.interop.architectures import TOLERANCE, HuggingFaceClass, Trained, choose_class
 from andrea.interop.hugging_face.tokenizer_files import write_tokenizer
 from andrea.interop.proof import OtherProgram, Target
-from andrea.interop.settings import Trained
 from andrea.model.gpt import GPT
 
 # -------------------------------------------------------------------------------------------------------------- program

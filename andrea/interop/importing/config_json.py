@@ -5,7 +5,8 @@ Every setting that changes what the model computes is either represented or refu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,32 +42,27 @@ INERT = frozenset(
 )
 
 
-class Settings(Mapping[str, Any]):
+class Settings(UserDict[str, Any]):
     """The content of a config.json, which remembers the keys that were asked for.
 
     Each method that reads settings raises UserError that names the key.
     """
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
-        self.plain, self.asked = plain, set()
+        super().__init__(plain)
+        self.asked: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)
-        return self.plain[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.plain)
-
-    def __len__(self) -> int:
-        return len(self.plain)
+        return self.data[key]
 
     def unknown(self) -> list[str]:
         """The keys with a value that nobody has asked for, and that may change what the model computes."""
-        return sorted(key for key, value in self.plain.items() if value is not None and key not in self.asked | INERT)
+        return sorted(key for key, value in self.data.items() if value is not None and key not in self.asked | INERT)
 
     def effective(self) -> dict[str, Any]:
         """What may change what the model computes: asked for, or unknown."""
-        return {key: value for key, value in self.plain.items() if key in self.asked or key not in INERT}
+        return {key: value for key, value in self.data.items() if key in self.asked or key not in INERT}
 
     def demand(self, values: Mapping[str, Any]) -> None:
         """Refuse another value than these: with it the model would compute something else. A missing key is the value."""

@@ -18,7 +18,7 @@ from andrea.checkpoint import read_checkpoint
 from andrea.checkpoint.folder import write_weights
 from andrea.config import ImportConfig, UserError, to_plain
 from andrea.interop.adapters import base_of, is_adapter, with_adapter
-from andrea.interop.architectures import GPT2_NAMES
+from andrea.interop.architectures import GPT2_NAMES, TOLERANCE
 from andrea.interop.export import PROOF_FAILED, load_trained, publish
 from andrea.interop.hugging_face.target import LoadedByTransformers
 from andrea.interop.importing.config_json import Settings, under_our_names, with_zero_biases
@@ -100,8 +100,7 @@ class ImportedByTransformers(LoadedByTransformers):
 
 # ---------------------------------------------------------------------------------------------------------- the command
 
-TOLERANCE = 1e-5  # of logits, as a share of the largest
-LEAST_TOLERANCE = 1e-5
+LEAST_TOLERANCE = 1e-5  # of logits
 # What reading a folder and proving it may take, far above what sound ones need: two cores take 30 s for SmolLM2-135M.
 LEAST_BUSY_S, BUSY_S_PER_BYTE = 60.0, 1e-5
 LEAST_MEMORY_BYTES, MEMORY_BY_FILES = 1 << 32, 16

@@ -14,7 +14,7 @@ from run_folders import make_eight_runs, make_run
 
 from andrea.checkpoint import Checkpoint
 from andrea.evaluation.results import Figure, append_figures
-from andrea.insight.compare.comparison import compare_runs
+from andrea.insight.compare.comparison import scaling_lines
 from andrea.insight.compare.page import render_page
 from andrea.insight.compare.runs import find_run_folders, read_run, read_runs
 
@@ -33,7 +33,7 @@ def opened(out: Path) -> Iterator:
 
 def write_page(folder: Path, out: Path) -> None:
     runs, left_out = read_runs(find_run_folders([str(folder)]))
-    out.write_text(render_page(compare_runs(runs, left_out, None, None, seed=3)), encoding="utf-8")
+    out.write_text(render_page(runs, left_out, scaling_lines(runs, None, None, seed=3)), encoding="utf-8")
 
 
 def test_no_name_of_a_run_can_end_the_script_element(tmp_path: Path) -> None:

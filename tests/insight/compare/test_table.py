@@ -22,7 +22,7 @@ def test_the_table_is_aligned_within_a_hundred_columns(tmp_path: Path) -> None:
     found, _ = read_runs(find_run_folders([str(make_eight_runs(tmp_path))]))
     columns, rows = make_table(found)
     assert "MFU" not in [column.title for column in columns]  # no run recorded it
-    named = [["a-very-long-name-of-a-run-" * 4, *row] for row in rows]
+    named = [["a-very-long-name-of-a-run-" * 4, *row[1:]] for row in rows]
     lines = terminal_table(["run", *(column.title for column in columns)], named, 100).splitlines()
     assert max(map(len, lines)) <= 100
     assert {line.rindex(line.split("  ")[-1].strip()[-1]) for line in lines[1:]} == {len(lines[1]) - 1}

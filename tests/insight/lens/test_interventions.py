@@ -11,10 +11,9 @@ from test_attribution import FURTHER
 from tiny_models import CASES, PROMPT, TOKENIZER, hand_made, make, prompt_tokens
 from torch import Tensor
 
-from andrea.insight.lens import examples as examples_module
-from andrea.insight.lens.examples import strongest_examples
+from andrea.insight.lens import panels as panels_module
 from andrea.insight.lens.interventions import cache_of, patch, patch_all
-from andrea.insight.lens.panels import map_distances
+from andrea.insight.lens.panels import map_distances, strongest_examples
 from andrea.insight.lens.trace import LayerTrace, logit_lens, trace_layers
 from andrea.model.gpt import GPT
 from andrea.text.shards import TokenStream
@@ -160,7 +159,7 @@ def test_the_logit_lens_ends_with_the_prediction_and_begins_with_the_embedding(c
 
 @pytest.mark.parametrize("case", ["scaled_dot", "fewer key/value heads, biases", "scalar gates", "cap, ALiBi and sink"])
 def test_examples_are_the_largest_cells_of_their_windows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examples_module, "WINDOWS_AT_ONCE", 2)
+    monkeypatch.setattr(panels_module, "WINDOWS_AT_ONCE", 2)
     model = make(*CASES[case]) if case in CASES else make({}, {"gate": "scalar"})
     text = np.random.default_rng(1).integers(0, 256, 40 * 7 + 11).astype(np.uint16)
     found = strongest_examples(model, TokenStream([text]), TOKENIZER.end_of_text)
@@ -189,7 +188,7 @@ def test_examples_are_the_largest_cells_of_their_windows(case: str, monkeypatch:
 def test_a_large_model_reads_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
     n_parameter = sum(parameter.numel() for parameter in model.blocks.parameters())
-    monkeypatch.setattr(examples_module, "MOST_FLOPS", 2 * n_parameter * 85)
+    monkeypatch.setattr(panels_module, "MOST_FLOPS", 2 * n_parameter * 85)
     found = strongest_examples(model, TokenStream([np.zeros(1000, np.uint16)]), TOKENIZER.end_of_text)
     assert found.windows.shape == (2, 41)
     short = strongest_examples(model, TokenStream([np.arange(9, dtype=np.uint16)]), TOKENIZER.end_of_text)
