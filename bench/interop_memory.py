@@ -43,7 +43,7 @@ from andrea.api.command_line import compose, read
 from andrea.config import RunConfig, parse
 from andrea.interop.importing.import_model import imported_if_foreign
 from andrea.training.start import make_model
-from andrea.training.planning.init_from import with_source
+from andrea.training.resume import with_source
 line = read(RunConfig, ["init_from={source}", "data_dir={out}"])
 composed = compose("train", line)
 composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])

@@ -47,14 +47,14 @@ def train_one(argv: list[str]) -> FinishedRun:
     named = composed["attention"]["compatibility"], composed["model"]["mlp"], composed["objective"]["reward"]
     if composed["init_from"] not in (None, "", "null"):
         from andrea.interop.importing.import_model import imported_if_foreign
-        from andrea.training.planning.init_from import with_source
+        from andrea.training.resume import with_source
 
         composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
         composed = with_source(composed, line.groups, line.values)
     if has_conversations(composed["data"]):
         composed = for_conversations(composed, line.values)
     if composed["train"]["teachers"]:
-        from andrea.training.planning.init_from import with_teachers
+        from andrea.training.resume import with_teachers
 
         composed = with_teachers(composed)
     typed = parse_values(RunConfig, composed)
@@ -109,9 +109,7 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
     from andrea.training.start import start
 
     if typed.init_from:
-        from andrea.training.planning.init_from import check_source
-
-        check_source(typed)
+        resume.check_source(typed)
     is_named = "{" not in (typed.name or "")  # a name that has no places to fill in
     config = typed if typed.resume and is_named else with_length_and_name(typed)
     progress, groups = None, chosen_groups(line.groups)

@@ -6,39 +6,31 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from andrea.config import RunConfig, UserError
+from andrea.attention import HeadStatistics
+from andrea.attention.implementations.triton import kernel_errors
+from andrea.config import AttentionConfig, RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.model.lora import merge
 from andrea.runtime.device import large_blocks_apart
+from andrea.runtime.files import lines_of
 from andrea.text.chat import USER, ChatTokenizer, Turn, fitting_prompt
 from andrea.text.corpus import Corpus
 from andrea.text.loader import validation_batches
 from andrea.text.shards import IGNORED_TARGET
 from andrea.text.tokenizer import Tokenizer
 from andrea.training.expected.curves import ExpectedCurves, Standing
-from andrea.training.health.attention import (
-    Probed,
-    ScoreHeads,
-    finite_or_none,
-    heatmaps,
-    in_context_nats,
-    probe,
-    probe_batch,
-    scalars,
-    score_figures,
-)
 from andrea.training.health.health import Evidence, Health
+from andrea.training.loss.loss import loss_sum_from_hidden
 from andrea.training.parallel.ranks import reuses_training_graph
 from andrea.training.planning.length import TimeBudget
-from andrea.training.records import Progress
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep
 
@@ -49,6 +41,7 @@ SECOND_SAMPLES = 4  # times as many texts are judged if the first ones suggest a
 PACE_SHARE = 1 / 32  # of the held-out text, from which the pace of an evaluation is measured
 CHOOSING_SHARE = 1 / 2  # of a small held-out text: chooses the best evaluation, which the rest judges
 LENS_TOKENS = 40  # length of the default prompt, taken from held-out text
+ScoreHeads = Callable[[GPT, Tokenizer], Mapping[str, Tensor]]  # name of a pattern -> score (L, H) of each head
 DrawLens = Callable[[GPT, Tokenizer, str], str]  # model, tokenizer, prompt -> a page of HTML
 
 
@@ -80,10 +73,8 @@ class Evaluator:
     budget: the time of train.max_minutes; None if it is not set.
     """
 
-    config: RunConfig
     corpus: Corpus
     step: TrainingStep
-    progress: Progress
     health: Health
     records: Records
     lens: Lens
@@ -92,6 +83,7 @@ class Evaluator:
     budget: TimeBudget | None = None
 
     def __post_init__(self) -> None:
+        self.config, self.progress = self.step.config, self.records.progress
         self.parallel, self.ranks = self.step.parallel, self.step.ranks
         self.bytes_of_token = torch.from_numpy(self.corpus.tokenizer.byte_lengths())  # (V,)
         self.probe_batch = probe_batch(self.corpus, self.config.model.sequence_length)  # tokens and targets (B, T)
@@ -115,7 +107,10 @@ class Evaluator:
         whole = whole or progress.step == progress.planned_steps or train.eval_tokens is None
         share = self.readable_share() if whole else 1.0
         by_source = self.validate(None if whole else train.eval_tokens, share)
-        total, answers = self.total_of(by_source), self.judge_answers()
+        total, answers = self.total_of(by_source), {}
+        model, objective = self.model(), self.step.objective
+        if objective is not None:
+            answers = self.ranks.from_rank_0(lambda: objective.judge_answers(model))
         progress.val_loss, progress.val_bpb, progress.evaluated_step = total["loss"], total["bpb"], progress.step
         figures = {"val/loss": total["loss"], "val/bpb": total["bpb"]}
         figures |= {f"val/{name}": total[name] for name in ("accuracy", "margin") if name in total}
@@ -130,7 +125,7 @@ class Evaluator:
         if read_more or self.chooses:
             chosen = self.total_of(self.validate(train.eval_tokens, CHOOSING_SHARE if self.chooses else 1.0))
         progress.compared_bpb = answers.pop("compared", chosen.get("compared", chosen["bpb"]))
-        if chosen is not total or self.step.objective is not None:
+        if chosen is not total or objective is not None:
             figures["val/compared_bpb"] = progress.compared_bpb
         if self.chooses:
             judged = self.summary_of([all_ - part for all_, part in zip(total["sums"], chosen["sums"], strict=True)])
@@ -161,11 +156,6 @@ class Evaluator:
         seconds = (time.monotonic() - begun) * n_round(1.0) / n_round(PACE_SHARE)
         return self.ranks.from_rank_0(lambda: max(PACE_SHARE, self.budget.readable_share(seconds)))
 
-    def judge_answers(self) -> dict[str, Any]:
-        """`Objective.judge_answers`, the same on all ranks."""
-        model, objective = self.model(), self.step.objective
-        return {} if objective is None else self.ranks.from_rank_0(lambda: objective.judge_answers(model))
-
     def summary_of(self, sums: list[float]) -> dict[str, Any]:
         """The figures of held-out text from the sums of `sums_over`, which are kept as `sums`."""
         objective, (*of_loss, n_token, n_byte) = self.step.objective, sums
@@ -184,20 +174,13 @@ class Evaluator:
         The ranks divide the windows of a source among themselves.
         """
         self.records.working("evaluating")
-        by_source = {}
+        by_source, length, n_row = {}, self.config.model.sequence_length, self.step.micro_batch
         enabled = reuses_training_graph(self.config.compile, self.step.device)
         with torch.set_grad_enabled(enabled), self.parallel.sync_gradients(last=False):
             for source in self.corpus.sources:
-                batches = validation_batches(
-                    source.val,
-                    self.config.model.sequence_length,
-                    self.step.micro_batch,
-                    max(1, int(share * len(source.val))) if share < 1 else most_tokens,
-                    self.ranks.rank,
-                    self.ranks.size,
-                    source.chat,
-                    source.pairs,
-                )
+                most = max(1, int(share * len(source.val))) if share < 1 else most_tokens
+                rank, n_rank = self.ranks.rank, self.ranks.size
+                batches = validation_batches(source.val, length, n_row, most, rank, n_rank, source.chat, source.pairs)
                 sums = sums_over(
                     batches, lambda *batch: self.step.loss_sum(*batch)[0], self.bytes_of_token, self.step.device
                 )
@@ -215,7 +198,7 @@ class Evaluator:
             return {}
         with self.records.extra("computing the health checks"):
             texts = self.texts(model, JUDGED_TEXTS)
-            if self.health.needs_more_samples(texts, self.progress.step):
+            if self.health.judge_text(texts, self.progress.step).findings:
                 texts = self.texts(model, SECOND_SAMPLES * JUDGED_TEXTS)
             heads = self.measured_heads(model).heads
             by_source = {name: {key: part[key] for key in part if key != "sums"} for name, part in by_source.items()}
@@ -371,3 +354,136 @@ def summary(nats: float, tokens: int, bytes_: int) -> dict[str, float]:
         "tokens": tokens,
         "bytes": bytes_,
     }
+
+
+# ------------------------------------------------------------------------------------------------------ attention heads
+# The definitions of the figures are in andrea/attention/statistics.py. `attention/…` is measured on the probe, a fixed batch of
+# held-out text, in fp32, so that runs on the same data can be compared even if they train with different implementations.
+# `attention/step/…` is measured in the training step itself, if `measures_every_step` is true. L layers, H heads.
+
+PROBE_TOKENS = 2048  # in the probe, at most; but at least one sequence of each source
+LATE_PART = 10  # the last tenth of each sequence is late in its context
+
+
+def probe_batch(corpus: Corpus, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """The probe: tokens and targets of B sequences, (B, T) int64 each, the first held-out ones of every source."""
+    each = max(1, PROBE_TOKENS // sequence_length // len(corpus.sources))
+    batches = [
+        next(validation_batches(source.val, sequence_length, each, chat=source.chat)) for source in corpus.sources
+    ]
+    tokens, targets = zip(*batches, strict=True)
+    return torch.cat(tokens), torch.cat(targets)
+
+
+class Probed(NamedTuple):
+    heads: HeadStatistics  # (L, H)
+    hidden: Tensor  # (B, T, d_model), after the final norm
+
+
+@torch.no_grad()
+def probe(model: GPT, tokens: Tensor, say: Callable[[str], None] | None = None) -> Probed:
+    """Runs the model over tokens (B, T) and measures its heads, in the precision of the weights: fp32 during training.
+
+    Every run is measured, also one that trains with another implementation. A fused kernel that fails here must not end
+    such a run: then the textbook formula measures, and `say` is told why. Without `say`, the error is raised.
+    """
+    try:
+        return statistics_of(model, tokens)
+    except (RuntimeError, *kernel_errors()) as error:
+        if say is None or isinstance(error, torch.OutOfMemoryError):  # the textbook formula would need more memory
+            raise
+        why = lines_of(str(error).strip() or repr(error))[0]
+        say(f"the attention heads are measured by the textbook formula, because the kernel failed: {why}")
+    layers = [block.attention for block in model.blocks]
+    before = [layer.implementation for layer in layers]
+    try:
+        for layer in layers:
+            layer.implementation = "reference"
+        return statistics_of(model, tokens)
+    finally:
+        for layer, its_own in zip(layers, before, strict=True):
+            layer.implementation = its_own
+
+
+def statistics_of(model: GPT, tokens: Tensor) -> Probed:
+    """Sequences are processed one at a time, because some implementations must materialise the scores (H, T, T)."""
+    heads, hidden = None, []
+    for sequence in tokens.split(1):
+        of_sequence, layers = model(sequence, statistics=True)
+        measured = HeadStatistics.of_layers(layers)
+        heads = measured if heads is None else heads.merged(measured)
+        hidden.append(of_sequence)
+    return Probed(heads, torch.cat(hidden))
+
+
+@torch.no_grad()
+def in_context_nats(model: GPT, tokens: Tensor, targets: Tensor, hidden: Tensor) -> float:
+    """How much a long context helps, in nats per token: negative if it helps, 0 for a model that uses none of it.
+
+    This is the loss of the targets in the last tenth of each sequence, minus the loss of the same targets at the end of a
+    sequence a fifth as long. tokens, targets (B, T); hidden (B, T, d_model): of the probe. NaN if there are no targets.
+
+    Source: the in-context score of Olsson et al. 2022, arXiv 2209.11895: the loss of the 500th token of a context minus
+    that of the 50th. Here both losses are of the same tokens, so that the figure does not depend on which text is where.
+    """
+    n_late = max(1, tokens.shape[1] // LATE_PART)
+    targets = targets[:, -n_late:]
+    early_hidden = probe(model, tokens[:, -2 * n_late :]).hidden
+    late, early = (  # sequences one at a time: logits (1, n_late, V) are large
+        sum(map(loss_sum_from_hidden, [model] * len(targets), each[:, -n_late:].split(1), targets.split(1)))
+        for each in (hidden, early_hidden)
+    )
+    return float((late - early) / (targets != IGNORED_TARGET).sum())
+
+
+def score_figures(scores: Mapping[str, Tensor]) -> dict[str, float | None | list[list[float | None]]]:
+    """The recorded figures of the scores (L, H) of each pattern: `attention/heads/NAME_score`, and the highest one.
+
+    A score is a share of a head's weight. Three digits keep the records small.
+    """
+    figures = {}
+    for name, score in scores.items():
+        rows = [[finite_or_none(round(number, 3)) for number in row] for row in score.tolist()]
+        figures[f"attention/heads/{name}_score"] = rows
+        figures[f"attention/highest_{name}_score"] = max(
+            (number for row in rows for number in row if number is not None), default=None
+        )
+    return figures
+
+
+def scalars(heads: HeadStatistics, group: str = "attention") -> dict[str, float | None]:
+    """Figures over all layers and heads, named `group/…`: means, and extremes where a single head matters."""
+    figures = heads.figures()
+    mean = {name: value.nanmean() for name, value in figures.items() if name != "largest_logit"}
+    extremes = {
+        "largest_logit": figures["largest_logit"].amax(),
+        "lowest_entropy_share": lowest(figures["entropy_share"]),
+        "highest_first_token_mass": -lowest(-figures["first_token_mass"]),
+        "highest_previous_token_mass": -lowest(-figures["previous_token_mass"]),
+    }
+    if "gate_mean" in figures:
+        extremes["lowest_gate_mean"] = lowest(figures["gate_mean"])
+    return {f"{group}/{name}": finite_or_none(float(value)) for name, value in (mean | extremes).items()}
+
+
+def heatmaps(heads: HeadStatistics) -> dict[str, list[list[float | None]]]:
+    """The figures of each head, named `attention/heads/…`: L rows of H numbers each."""
+    return {
+        f"attention/heads/{name}": [[finite_or_none(number) for number in row] for row in value.tolist()]
+        for name, value in heads.figures().items()
+    }
+
+
+def lowest(values: Tensor) -> Tensor:
+    """The smallest number that is not NaN, 0-dim."""
+    return values.nan_to_num(nan=math.inf).amin()
+
+
+def finite_or_none(number: float) -> float | None:
+    """The number, or None (null in JSON) for the NaN of a head without counted queries."""
+    return number if math.isfinite(number) else None
+
+
+def measures_every_step(attention: AttentionConfig) -> bool:
+    """Whether every training step measures the heads: Triton's kernel without an extra pass, and any other for QK-clip."""
+    return attention.implementation == "triton" or attention.qk_clip is not None

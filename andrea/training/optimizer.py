@@ -137,17 +137,15 @@ class WeightAverage:
 
     def __init__(self, parallel: Parallel, half_life: float) -> None:
         self.parallel, self.log_decay = parallel, -math.log(2) / half_life
-        self.averages = {
-            name: torch.zeros_like(part, requires_grad=False)
-            for name, part in trained(parallel.local_parameters).items()
-        }
+        self.parts = trained(parallel.local_parameters)
+        self.averages = {name: torch.zeros_like(part, requires_grad=False) for name, part in self.parts.items()}
 
     @torch.no_grad()
     def update(self, n_step: Tensor, finite: Tensor) -> None:
         """Add the weights after `n_step` steps, 0-dim, to the average, unless the 0-dim flag `finite` is false."""
         share = math.expm1(self.log_decay) / torch.expm1(self.log_decay * n_step)  # of the newest weights; 1 at first
         share = torch.where(finite, share, 0.0)
-        for name, part in trained(self.parallel.local_parameters).items():
+        for name, part in self.parts.items():
             self.averages[name].lerp_(part.detach(), share)
 
     @contextlib.contextmanager
@@ -161,7 +159,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def swap(self) -> None:
-        for name, part in trained(self.parallel.local_parameters).items():
+        for name, part in self.parts.items():
             weights = part.clone()
             part.copy_(self.averages[name])
             self.averages[name].copy_(weights)

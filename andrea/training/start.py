@@ -26,11 +26,10 @@ from andrea.runtime.device import WEIGHT_DTYPE, choose_threads, keep_freed_memor
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.evaluation import Evaluator, Lens, check_sample_prompt
+from andrea.training.evaluation import Evaluator, Lens, check_sample_prompt, measures_every_step
 from andrea.training.expected.curves import ExpectedCurves
-from andrea.training.health.attention import measures_every_step
 from andrea.training.health.health import make_health
-from andrea.training.loss.loss import MicroBatchLoss, Teachers, load_teachers
+from andrea.training.loss.loss import MicroBatchLoss, load_teachers
 from andrea.training.objectives.dpo import DPO
 from andrea.training.objectives.grpo import GRPO
 from andrea.training.objectives.objective import Objective
@@ -38,7 +37,6 @@ from andrea.training.optimizer import LossScale, Optimizer
 from andrea.training.parallel.fsdp import FullySharded
 from andrea.training.parallel.ranks import DataParallel, Parallel, Ranks, Watchdog, reuses_training_graph
 from andrea.training.parallel.saver import Saver, ShardedSaver
-from andrea.training.planning.init_from import source_of_weights
 from andrea.training.planning.length import FORWARD_SHARE, TimeBudget, describe_length
 from andrea.training.planning.memory import Machine, with_tried_micro_batch
 from andrea.training.planning.plan import Plan, make_plan
@@ -46,7 +44,7 @@ from andrea.training.records import Logger, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records, check_loggers, open_loggers
 from andrea.training.records.run_folder import folder_to_write, mark, run_folder_locked, write_config
-from andrea.training.resume import check_data, random_state, resumed_progress, saved_run, without_run
+from andrea.training.resume import check_data, random_state, resumed_progress, saved_run, source_of_weights, without_run
 from andrea.training.step import TrainingStep
 from andrea.training.trainer import (
     RunCheckpoints,
@@ -112,8 +110,7 @@ def start(
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
     planned_steps = progress_at_start(asked, checkpoint, left_auto).planned_steps if checkpoint else None
     plan = ranks.from_rank_0(lambda: make_plan(asked, left_auto, dict(groups), planned_steps, machine, corpus))
-    for line in plan.lines:
-        console.say(line)
+    console.say(*plan.lines)
     choose_threads(plan.config.threads)  # this and the next lines hold for the whole process
     if machine.device.type == "cpu":
         keep_freed_memory()
@@ -127,12 +124,11 @@ def start(
         console.say(f"weights: {config.init_from} (init_from)")
     teachers = ranks.rank_0_first(lambda: load_teachers(plan.config, corpus.tokenizer, machine.device))
     objective = make_objective(plan, corpus, machine, teachers)
-    for line in objective.lines if objective else ():
-        console.say(line)
     if objective is not None:
-        teachers = None  # they are its reference
-    if teachers is not None:
-        console.say(f"distillation: half of each target from the mean of {len(teachers.models)} teachers")
+        console.say(*objective.lines)
+        teachers = []  # they are its reference
+    if teachers:
+        console.say(f"distillation: half of each target from the mean of {len(teachers)} teachers")
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
@@ -150,12 +146,12 @@ def start(
         return code, folder
 
 
-def make_objective(plan: Plan, corpus: Corpus, machine: Machine, teachers: Teachers | None) -> Objective | None:
+def make_objective(plan: Plan, corpus: Corpus, machine: Machine, teachers: Sequence[GPT]) -> Objective | None:
     """None: the next token. Raises UserError for what the objective cannot work with."""
     config, kind = plan.config, plan.config.objective.kind
     if kind == "next_token":
         return None
-    reference = teachers.models[0] if teachers else None
+    reference = teachers[0] if teachers else None
     if kind == "grpo" and plan.sharing == "fsdp":
         raise UserError("objective=grpo draws answers with the whole model on each rank; set parallel=ddp")
     if config.objective.has_reference and reference is None:
@@ -166,7 +162,7 @@ def make_objective(plan: Plan, corpus: Corpus, machine: Machine, teachers: Teach
 
 
 def make_model_and_loss(
-    setup: RunSetup, source: Checkpoint | None, teachers: Teachers | None
+    setup: RunSetup, source: Checkpoint | None, teachers: Sequence[GPT]
 ) -> tuple[Plan, Parallel, nn.Module]:
     """The model shared among the ranks, its compiled loss, and the plan with the micro-batch and `compile` that worked."""
     plan, config, device, tokenizer = setup.plan, setup.plan.config, setup.machine.device, setup.corpus.tokenizer
@@ -215,7 +211,7 @@ def micro_batch_loss(
     model: GPT,
     config: RunConfig,
     device: torch.device,
-    teachers: Teachers | None = None,
+    teachers: Sequence[GPT] = (),
     objective: Objective | None = None,
 ) -> MicroBatchLoss:
     observing, recompute = measures_every_step(config.attention), config.train.activation_checkpointing
@@ -284,8 +280,7 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     if budget:
         console.seconds_left = budget.seconds_left
     loader = Loader(corpus.sources, config.model.sequence_length, config.seed, corpus.tokenizer.end_of_text)
-    for line in loader.lines:
-        console.say(line)
+    console.say(*loader.lines)
 
     ranks = parallel.ranks
     for path in ranks.from_rank_0(lambda: set_aside_after(folder, checkpoint.step) if checkpoint else []):
@@ -296,30 +291,19 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     run_id = ranks.from_rank_0(
         lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None, config.init_from)
     )
-    facts = checkpoint_facts(config, corpus, ranks, run_id, plan.left_auto, plan.groups)
+    facts = checkpoint_facts(plan, corpus, ranks, run_id)
     records = Records([], console, folder, progress, setup.watchdog)
     if ranks.is_rank_0:
-        open_loggers(records, config, folder, checkpoint, parallel, facts, setup.run_page)
+        open_loggers(records, config, checkpoint, parallel, facts, setup.run_page)
     health = make_health(config, corpus, loader, checkpoint, plan.expected_epochs)
     step = TrainingStep(config, parallel, loss, optimizer, scale, loader, device, console, setup.objective)
     per_token = flops_per_token(config.model, config.attention, corpus.tokenizer.n_vocab)
+    expected = ExpectedCurves.of(config)
     trainer = Trainer(
         plan,
         step,
-        progress,
-        Evaluator(
-            config,
-            corpus,
-            step,
-            progress,
-            health,
-            records,
-            setup.lens,
-            ExpectedCurves.of(config),
-            plan.is_judged_on_a_part,
-            budget,
-        ),
-        RunCheckpoints(folder, saver, progress, scale, health, records, facts),
+        Evaluator(corpus, step, health, records, setup.lens, expected, plan.is_judged_on_a_part, budget),
+        RunCheckpoints(saver, scale, health, records, facts),
         records,
         StopRequests(budget, device, console.waiting),
         Throughput(config.tokens_per_step, per_token, peak_flops(device), ranks.size),

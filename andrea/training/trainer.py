@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +30,13 @@ from andrea.runtime.shared_cores import sharing_cores
 from andrea.runtime.system import HANG_UP, rename
 from andrea.text.corpus import Corpus
 from andrea.text.shards import DataLost
-from andrea.training.evaluation import Evaluator
-from andrea.training.health.attention import finite_or_none, scalars
+from andrea.training.evaluation import Evaluator, finite_or_none, scalars
 from andrea.training.health.health import Health, optimizer_remedy, remedy_settings
 from andrea.training.optimizer import LossScale, rate_at, relength
 from andrea.training.parallel.ranks import Ranks
 from andrea.training.parallel.saver import Saver
 from andrea.training.planning.length import TimeBudget, fixes_length, is_open
 from andrea.training.planning.plan import Plan
-from andrea.training.records import Progress
 from andrea.training.records.console import part_words
 from andrea.training.records.records import Records
 from andrea.training.records.run_folder import read_lines, write_config
@@ -84,8 +82,6 @@ class Throughput:
 
 # -------------------------------------------------------------------------------------------------------- stop requests
 # Requests to stop before the last step: a signal, `train.max_minutes`, or `train.patience`. All ranks agree on them once a step.
-#
-# Together with the requests, the ranks exchange the length that rank 0 proposes for the run, from the time that is left.
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *HANG_UP)  # if ranks received several, the first of these counts
 
@@ -172,15 +168,14 @@ class StopRequests:
 class RunCheckpoints:
     """Saves the checkpoints of one run. facts: the result of `checkpoint_facts`, written to each state.json."""
 
-    folder: Path  # of the run
     saver: Saver
-    progress: Progress
     scale: LossScale
     health: Health
     records: Records
     facts: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self.folder, self.progress = self.records.folder, self.records.progress
         self.saved_step = self.progress.step if checkpoints_of(self.folder) else None
         self.damaged = ""  # names a tensor with a non-finite value, for the message that ends the run
 
@@ -242,20 +237,18 @@ class RunCheckpoints:
             self.save()
 
 
-def checkpoint_facts(
-    config: RunConfig, corpus: Corpus, ranks: Ranks, run_id: str, left_auto: list[str], groups: Mapping[str, str]
-) -> dict[str, Any]:
+def checkpoint_facts(plan: Plan, corpus: Corpus, ranks: Ranks, run_id: str) -> dict[str, Any]:
     """Facts that each checkpoint records. A resumed run is compared with them. `open_loggers` adds wandb's run id."""
     return {
-        "left_auto": left_auto,
-        "groups": dict(groups),
+        "left_auto": plan.left_auto,
+        "groups": plan.groups,
         "run": run_id,
-        "config": to_plain(config),
+        "config": to_plain(plan.config),
         "working_folder": os.getcwd(),  # relative paths in `config` mean this folder
         "data": corpus.fingerprint,
         "tokenizer": corpus.tokenizer.identity,
         "ranks": ranks.size,
-        "own_parts": own_parts(config.model, config.attention),
+        "own_parts": own_parts(plan.config.model, plan.config.attention),
         "wandb_id": None,
     }
 
@@ -273,7 +266,6 @@ class Trainer:
 
     plan: Plan
     step: TrainingStep
-    progress: Progress
     evaluator: Evaluator
     checkpoints: RunCheckpoints
     records: Records
@@ -281,7 +273,7 @@ class Trainer:
     throughput: Throughput
 
     def __post_init__(self) -> None:
-        self.config = self.plan.config
+        self.config, self.progress = self.plan.config, self.records.progress
         self.unread: list[tuple[int, HostCopy]] = []  # steps whose `Update.numbers` the host has not read yet
         self.figures: dict[str, float] = {}  # number, loss and gradient norm of the last step that was read
         self.unjudged: list[tuple[int, float, float]] = []  # step, loss, norm that the health checks do not know yet

@@ -62,7 +62,7 @@ def test_attention_panels_show_figures_that_training_logs() -> None:
     import torch
 
     from andrea.attention import HeadStatistics
-    from andrea.training.health.attention import scalars, score_figures
+    from andrea.training.evaluation import scalars, score_figures
 
     ones = torch.ones(2, 3)
     statistics = HeadStatistics(*(ones for _ in HeadStatistics._fields))

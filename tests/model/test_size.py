@@ -18,7 +18,7 @@ from andrea.api.command_line import configure
 from andrea.config import AttentionConfig, RunConfig, group_config
 from andrea.config.keys import choices
 from andrea.model import GPT, count_parameters, flops_per_token, forward_flops_per_token
-from andrea.training.health.attention import probe
+from andrea.training.evaluation import probe
 from andrea.training.loss.loss import training_loss_sum
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.ranks import Parallel

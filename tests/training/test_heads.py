@@ -15,7 +15,7 @@ from andrea.config import AttentionConfig, group_config, parse
 from andrea.model import GPT, initialise
 from andrea.text.shards import IGNORED_TARGET
 from andrea.training import evaluation
-from andrea.training.health.attention import heatmaps, in_context_nats, probe, scalars, score_figures
+from andrea.training.evaluation import heatmaps, in_context_nats, probe, scalars, score_figures
 from andrea.training.records.run_folder import read_lines
 
 SCALARS = {

@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, final
 
 import numpy as np
@@ -48,10 +49,7 @@ FINDINGS = {
     "worse_than_expected": False,
 }
 
-# -------------------------------------------------------------------------------------------------------------- history
-# Keeps the loss and gradient norm of recent training steps.
-#
-# The trainer has already read both numbers from the device, so keeping them delays no step.
+# ------------------------------------------------------------------------------------- what is judged, and what is advised
 
 RECENT_STEPS = 50  # losses and gradient norms of this many steps define the usual range
 LATEST_STEPS = 10  # the median loss of this many steps is the current loss
@@ -59,48 +57,6 @@ FEWEST_STEPS = 20  # with fewer steps, the usual range is not known
 LOSS_SPIKE = 8.0  # a step's training loss lies this many robust standard deviations above the median of the last steps
 GRADIENT_SPIKE = 5.0  # a step's gradient norm is this many times the median of the last steps
 MAD_TO_DEVIATION = 1.4826  # standard deviation / median absolute deviation of a normal distribution
-
-
-@final
-class StepHistory:
-    """Losses and gradient norms of the last RECENT_STEPS steps, and the spikes since the last evaluation."""
-
-    def __init__(self, run: RunConfig, unigram_nats: float) -> None:
-        """unigram_nats: the entropy of single training tokens."""
-        self.clip_norm, self.unigram_nats = run.optimizer.clip_norm, unigram_nats
-        self.losses: deque[float] = deque(maxlen=RECENT_STEPS)  # nats per token, newest last
-        self.norms: deque[float] = deque(maxlen=RECENT_STEPS)  # of the gradient before clipping, newest last
-        self.interval = {"steps": 0, "loss_spikes": 0, "gradient_spikes": 0, "clipped": 0}  # since the last evaluation
-        self.worst: dict[str, list[float]] = {}  # kind of spike -> [step, value, limit] of the highest since then
-        self.learned = False  # whether the current loss has ever been below unigram_nats
-
-    def note(self, step: int, loss: float, norm: float) -> None:
-        """Note a step's training loss (nats per token) and gradient norm, both finite."""
-        self.interval["steps"] += 1
-        if len(self.losses) >= FEWEST_STEPS:
-            middle = statistics.median(self.losses)
-            deviation = MAD_TO_DEVIATION * statistics.median(abs(each - middle) for each in self.losses)
-            self.note_spike("loss_spikes", step, loss, middle + LOSS_SPIKE * deviation)
-            self.note_spike("gradient_spikes", step, norm, GRADIENT_SPIKE * statistics.median(self.norms))
-        self.interval["clipped"] += int(self.clip_norm is not None and norm > self.clip_norm)
-        self.losses.append(loss)
-        self.norms.append(norm)
-        if len(self.losses) >= LATEST_STEPS and self.current_loss() < self.unigram_nats:
-            self.learned = True
-
-    def note_spike(self, kind: str, step: int, value: float, limit: float) -> None:
-        if value > limit > 0:
-            self.interval[kind] += 1
-            if kind not in self.worst or value > self.worst[kind][1]:
-                self.worst[kind] = [step, value, limit]
-
-    def current_loss(self) -> float:
-        """The median training loss of the last LATEST_STEPS steps, nats per token."""
-        return statistics.median(list(self.losses)[-LATEST_STEPS:])
-
-
-# ------------------------------------------------------------------------------------- what is judged, and what is advised
-
 EARLY_STEPS = 50  # after the warm-up: healthy small models have learned the token frequencies by then
 
 
@@ -193,77 +149,20 @@ SPIKES = {
 }  # finding -> the figure that has the spikes, and their limit
 
 
-def judge_steps(run: RunConfig, history: StepHistory, evidence: Evidence) -> Judgement:
-    steps, findings = history.interval["steps"], {}
-    clipped_share = history.interval["clipped"] / max(1, steps)
-    figures = {
-        "health/loss_spikes": history.interval["loss_spikes"],
-        "health/gradient_spikes": history.interval["gradient_spikes"],
-        "health/clipped_share": clipped_share,
-        "health/unigram_nats": history.unigram_nats,
-    }
-    for name, (figure, words) in SPIKES.items():
-        if n_spike := history.interval[name]:
-            step, value, limit = history.worst[name]
-            findings[name] = (
-                f"the {figure} has a spike at {n_spike} of {steps} steps, the highest at step "
-                f"{step:.0f}: {value:.4g} is above {limit:.4g}, {words}"
-            )
-    if clipped_share > MOST_CLIPPED and steps >= FEWEST_STEPS and not is_early(run, evidence.step):
-        findings["clipped_steps"] = (
-            f"the gradient was clipped in {clipped_share:.0%} of {steps} steps (limit: "
-            f"{MOST_CLIPPED:.0%}): the step size is set by gradient clipping "
-            f"(optimizer.clip_norm={run.optimizer.clip_norm:g}), not by the learning rate"
-        )
-    if evidence.update_ratios is not None:
-        ratio = figures["health/update_ratio"] = float(evidence.update_ratios.median())
-        if ratio > LARGEST_UPDATE_RATIO:
-            findings["large_updates"] = (
-                f"one step changes the median weight matrix by {ratio:.2g} of its norm (limit: {LARGEST_UPDATE_RATIO:g})"
-            )
-    return Judgement(figures, advising(findings, optimizer_remedy(run.optimizer)))
-
-
 # ------------------------------------------------------------------------------------------------------------- the loss
 # Compared with two models that ignore the context, a uniform guess and the token frequencies, and with runs of the same recipe
 # on the same text.
 
 WORSE_BPB = 0.03  # bits per byte beyond the spread over seeds
 # What the recipe does not decide, but may spoil a result: each is replaced by its slow, plain form.
-PLAIN = ("precision=fp32", "compile=off", "attention.implementation=reference")
-
-
-def judge_loss(
-    run: RunConfig, history: StepHistory, data: DataSummary, n_vocab: int, evidence: Evidence
-) -> dict[str, str]:
-    """Finds a loss that is not below the loss of a uniform guess or of the token frequencies."""
-    step, warmup_steps = evidence.step, run.optimizer.warmup_steps
-    if len(history.losses) < LATEST_STEPS or step < warmup_steps + LATEST_STEPS:
-        return {}
-    train, val = history.current_loss(), data.weighted_loss(evidence.val)
-    memorises = max(data.epochs(evidence.tokens).values()) > 1  # then a high validation loss is overfitting
-    uniform, unigram = math.log(n_vocab), data.unigram_nats
-    findings = {}
-    if max(train, train if memorises else val) >= uniform:
-        findings["loss_above_uniform"] = (
-            f"the larger of training loss {train:.3f} and validation loss {val:.3f} is not below ln V = {uniform:.3f}, "
-            f"the loss of a uniform guess"
-        )
-    elif train >= unigram and (history.learned or not is_early(run, step)):
-        findings["loss_above_unigram"] = (
-            f"{step - warmup_steps} steps after the warm-up, training loss {train:.3f} is not "
-            f"below {unigram:.3f}, the loss of a model that knows only the frequency of each token"
-        )
-    return advising(findings, optimizer_remedy(run.optimizer))
+PLAIN = {"precision": "fp32", "compile": "off", "attention.implementation": "reference"}
 
 
 def judge_standing(run: RunConfig, standing: Standing | None) -> dict[str, str]:
     """Finds a validation figure that is worse than the expected curve by more than seeds explain."""
     if standing is None or standing.bpb - standing.expected.bpb <= standing.expected.spread + WORSE_BPB:
         return {}
-    now = (f"precision={run.precision}", f"compile={run.compile}")
-    now += (f"attention.implementation={run.attention.implementation}",)
-    plain = [word for word in PLAIN if word not in now]
+    plain = [f"{key}={value}" for key, value in PLAIN.items() if attrgetter(key)(run) != value]
     return {
         "worse_than_expected": f"validation {standing.bpb:.3f} bits per byte is "
         f"{standing.bpb - standing.expected.bpb:.3f} worse than runs of the same recipe on the same kind of "
@@ -390,45 +289,69 @@ class Health:
         """reference: figures of held-out text; None without samples. planned_epochs: that the program itself has planned."""
         self.run, self.n_vocab, self.data, self.reference = run, n_vocab, data, reference
         self.most_epochs = max(MANY_EPOCHS, planned_epochs)
-        self.history = StepHistory(run, data.unigram_nats)
+        self.losses: deque[float] = deque(maxlen=RECENT_STEPS)  # nats per token, newest last
+        self.norms: deque[float] = deque(maxlen=RECENT_STEPS)  # of the gradient before clipping, newest last
+        self.interval = {"steps": 0, "loss_spikes": 0, "gradient_spikes": 0, "clipped": 0}  # since the last evaluation
+        self.worst: dict[str, list[float]] = {}  # kind of spike -> [step, value, limit] of the highest since then
+        self.learned = False  # whether the current loss has ever been below the unigram entropy
         self.val: dict[str, dict[str, float]] = {}  # `Evidence.val` of the last evaluation
         self.best: dict[str, float] | None = None  # the lowest validation loss, and the training loss at that step
         self.active: dict[str, int] = {}  # findings of the last evaluation -> the step at which each began
 
     def note_step(self, step: int, loss: float, norm: float) -> None:
         """Note a step's training loss (nats per token) and gradient norm before clipping, both finite."""
-        self.history.note(step, loss, norm)
+        clip_norm = self.run.optimizer.clip_norm
+        self.interval["steps"] += 1
+        if len(self.losses) >= FEWEST_STEPS:
+            middle = statistics.median(self.losses)
+            deviation = MAD_TO_DEVIATION * statistics.median(abs(each - middle) for each in self.losses)
+            self.note_spike("loss_spikes", step, loss, middle + LOSS_SPIKE * deviation)
+            self.note_spike("gradient_spikes", step, norm, GRADIENT_SPIKE * statistics.median(self.norms))
+        self.interval["clipped"] += int(clip_norm is not None and norm > clip_norm)
+        self.losses.append(loss)
+        self.norms.append(norm)
+        if len(self.losses) >= LATEST_STEPS and self.current_loss() < self.data.unigram_nats:
+            self.learned = True
 
-    def needs_more_samples(self, texts: Sequence[str], step: int) -> bool:
-        """Whether more samples must confirm a failure: even a healthy small model writes a loop in one sample of five."""
-        return bool(self.judge_text(texts, step).findings)
+    def note_spike(self, kind: str, step: int, value: float, limit: float) -> None:
+        if value > limit > 0:
+            self.interval[kind] += 1
+            if kind not in self.worst or value > self.worst[kind][1]:
+                self.worst[kind] = [step, value, limit]
+
+    def current_loss(self) -> float:
+        """The median training loss of the last LATEST_STEPS steps, nats per token."""
+        return statistics.median(list(self.losses)[-LATEST_STEPS:])
 
     def judge_text(self, texts: Sequence[str], step: int) -> Judgement:
-        """The judgement without remedies. No findings before the model has learned more than token frequencies."""
+        """The judgement without remedies. No findings before the model has learned more than token frequencies.
+
+        More samples must confirm a finding: even a healthy small model writes a loop in one sample of five.
+        """
         if self.reference is None:
             return Judgement({}, {})
         judgement = judge_texts(texts, self.reference)
-        if is_early(self.run, step) and not self.history.learned:
+        if is_early(self.run, step) and not self.learned:
             return judgement._replace(findings={})
         return judgement
 
     def judge(self, evidence: Evidence) -> tuple[dict[str, float], dict[str, str], dict[str, int]]:
         """Returns figures to record, findings that begin (name -> message), findings that end (name -> first step)."""
-        run, history = self.run, self.history
+        run = self.run
         text = self.judge_text(evidence.texts, evidence.step)
         again = f"start again from the best checkpoint ({remedy_settings(f'init_from={run.name}')})"
-        steps = judge_steps(run, history, evidence)
+        steps = self.judge_steps(evidence)
         heads, data = judge_heads(run, evidence), self.judge_data(evidence)
         figures = text.figures | steps.figures | heads.figures | data.figures
         findings = {
             **advising(text.findings, f"{again}, and {optimizer_remedy(run.optimizer)}"),
             **steps.findings,
-            **judge_loss(run, history, self.data, self.n_vocab, evidence),
+            **self.judge_loss(evidence),
             **heads.findings,
             **data.findings,
             **judge_standing(run, evidence.standing),
         }
-        history.interval, history.worst = dict.fromkeys(history.interval, 0), {}
+        self.interval, self.worst = dict.fromkeys(self.interval, 0), {}
         begun = {name: message for name, message in findings.items() if name not in self.active}
         ended = {name: step for name, step in self.active.items() if name not in findings}
         self.active = {name: self.active.get(name, evidence.step) for name in findings}
@@ -440,18 +363,70 @@ class Health:
 
     def state(self) -> dict[str, Any]:
         """The state that checkpoints save. Its keys are part of the checkpoint format."""
-        history = {name: getattr(self.history, name) for name in ("interval", "worst", "learned")}
-        series = {"losses": list(self.history.losses), "norms": list(self.history.norms)}
-        return history | series | {"val": self.val, "best": self.best, "active": self.active}
+        steps = {"interval": self.interval, "worst": self.worst, "learned": self.learned}
+        series = {"losses": list(self.losses), "norms": list(self.norms)}
+        return steps | series | {"val": self.val, "best": self.best, "active": self.active}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for name in ("interval", "worst", "learned"):
-            setattr(self.history, name, state[name])
-        self.history.losses.extend(state["losses"])
-        self.history.norms.extend(state["norms"])
+        self.interval, self.worst, self.learned = state["interval"], state["worst"], state["learned"]
+        self.losses.extend(state["losses"])
+        self.norms.extend(state["norms"])
         self.val, self.best = state["val"], state["best"]
         # A file may hold others.
         self.active = {name: step for name, step in state["active"].items() if name in FINDINGS}
+
+    # ------------------------------------------------------------------------------- the loss and the optimizer's steps
+
+    def judge_steps(self, evidence: Evidence) -> Judgement:
+        steps, findings = self.interval["steps"], {}
+        clipped_share = self.interval["clipped"] / max(1, steps)
+        figures = {
+            "health/loss_spikes": self.interval["loss_spikes"],
+            "health/gradient_spikes": self.interval["gradient_spikes"],
+            "health/clipped_share": clipped_share,
+            "health/unigram_nats": self.data.unigram_nats,
+        }
+        for name, (figure, words) in SPIKES.items():
+            if n_spike := self.interval[name]:
+                step, value, limit = self.worst[name]
+                findings[name] = (
+                    f"the {figure} has a spike at {n_spike} of {steps} steps, the highest at step "
+                    f"{step:.0f}: {value:.4g} is above {limit:.4g}, {words}"
+                )
+        if clipped_share > MOST_CLIPPED and steps >= FEWEST_STEPS and not is_early(self.run, evidence.step):
+            findings["clipped_steps"] = (
+                f"the gradient was clipped in {clipped_share:.0%} of {steps} steps (limit: "
+                f"{MOST_CLIPPED:.0%}): the step size is set by gradient clipping "
+                f"(optimizer.clip_norm={self.run.optimizer.clip_norm:g}), not by the learning rate"
+            )
+        if evidence.update_ratios is not None:
+            ratio = figures["health/update_ratio"] = float(evidence.update_ratios.median())
+            if ratio > LARGEST_UPDATE_RATIO:
+                findings["large_updates"] = (
+                    f"one step changes the median weight matrix by {ratio:.2g} of its norm (limit: {LARGEST_UPDATE_RATIO:g})"
+                )
+        return Judgement(figures, advising(findings, optimizer_remedy(self.run.optimizer)))
+
+    def judge_loss(self, evidence: Evidence) -> dict[str, str]:
+        """Finds a loss that is not below the loss of a uniform guess or of the token frequencies."""
+        step, warmup_steps = evidence.step, self.run.optimizer.warmup_steps
+        if len(self.losses) < LATEST_STEPS or step < warmup_steps + LATEST_STEPS:
+            return {}
+        train, val = self.current_loss(), self.data.weighted_loss(evidence.val)
+        memorises = max(self.data.epochs(evidence.tokens).values()) > 1  # then a high validation loss is overfitting
+        uniform, unigram = math.log(self.n_vocab), self.data.unigram_nats
+        findings = {}
+        if max(train, train if memorises else val) >= uniform:
+            findings["loss_above_uniform"] = (
+                f"the larger of training loss {train:.3f} and validation loss {val:.3f} is not below ln V = {uniform:.3f}, "
+                f"the loss of a uniform guess"
+            )
+        elif train >= unigram and (self.learned or not is_early(self.run, step)):
+            findings["loss_above_unigram"] = (
+                f"{step - warmup_steps} steps after the warm-up, training loss {train:.3f} is not "
+                f"below {unigram:.3f}, the loss of a model that knows only the frequency of each token"
+            )
+        return advising(findings, optimizer_remedy(self.run.optimizer))
 
     # ------------------------------------------------------------------------------------------ the use of the data
 
@@ -462,10 +437,10 @@ class Health:
         figures = {"health/epochs": epochs[source]}
         findings = self.many_epochs(source, epochs[source], evidence.step) | self.rising_source(evidence)
         val = self.data.weighted_loss(evidence.val)
-        if self.history.losses:
+        if self.losses:
             findings |= self.overfitting(evidence, val, epochs[source])
-        if len(self.history.losses) >= FEWEST_STEPS:
-            train, error = line_end(list(self.history.losses))
+        if len(self.losses) >= FEWEST_STEPS:
+            train, error = line_end(list(self.losses))
             figures |= {
                 "health/train_loss_now": train,
                 "health/train_loss_error": error,
@@ -527,7 +502,7 @@ class Health:
     def overfitting(self, evidence: Evidence, val: float, epochs: float) -> dict[str, str]:
         """Compares this evaluation with the best earlier one. Both must cover equally many held-out tokens."""
         tokens, best = sum(part["tokens"] for part in evidence.val.values()), self.best
-        train, uniform = self.history.current_loss(), math.log(self.n_vocab)
+        train, uniform = self.current_loss(), math.log(self.n_vocab)
         if best is None or best["tokens"] != tokens or val < best["val"]:
             self.best = best = {"val": val, "train": train, "tokens": tokens, "step": evidence.step}
         rises = val - best["val"] > OVERFIT_NATS and train < best["train"]

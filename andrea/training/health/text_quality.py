@@ -108,7 +108,6 @@ def find_loop(pieces: Sequence[str]) -> Loop:
 
 
 # ------------------------------------------------------------------------------------------------------- reference text
-# Measures the repetition and variety of a text, and of held-out text for comparison.
 
 FEWEST_PIECES = 16  # a text of fewer words and marks is not judged
 WINDOWS = 128  # of held-out text, evenly spaced

@@ -9,15 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from andrea.attention import HeadStatistics
 from andrea.attention.implementations.triton import runs_on
@@ -101,7 +99,7 @@ def cross_entropy_in_chunks(
     n_vocab = len(weight)
     rows, weight = rows.to(dtype), weight.to(dtype)
     if in_kernel and n_vocab % VOCABULARY_MULTIPLE:  # rows of zeros: the kernel writes gradients of 0 for them
-        weight = functional.pad(weight, (0, 0, 0, -n_vocab % VOCABULARY_MULTIPLE))
+        weight = pad(weight, (0, 0, 0, -n_vocab % VOCABULARY_MULTIPLE))
     n_row = rows_in_chunk(len(rows), len(weight), n_logit, ROW_MULTIPLE if in_kernel else 1)
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, chunk_targets in zip(rows.split(n_row), targets.split(n_row), strict=True):
@@ -145,7 +143,6 @@ def torch_loss_of_chunk(
     logits: Tensor, targets: Tensor, n_vocab: int, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
     """logits (n, V) -> the chunk's sum of nats, and its gradient (n, V) in the logits' precision, in plain torch."""
-    assert logits.shape[1] == n_vocab, "only the kernel takes columns that are no tokens"
     # `andrea.model.gpt.softcap`, by tanh(x) = 2 sigmoid(2x) - 1: on a CPU, torch compiles a faster sigmoid than tanh.
     z = logits.float() if cap is None else cap * (2 * torch.sigmoid(logits.float() * (2 / cap)) - 1)
     has_target = targets != IGNORED_TARGET
@@ -175,7 +172,6 @@ def native_loss_of_chunk(
     logits: Tensor, targets: Tensor, n_vocab: int, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Like `torch_loss_of_chunk`, with our kernel for CPUs, which overwrites the bf16 logits with their gradient."""
-    assert logits.shape[1] == n_vocab, "only the kernel for GPUs takes columns that are no tokens"
     nats = native_cross_entropy(logits, targets, cap or 0.0, gradients)
     return nats.sum(), logits if gradients else None
 
@@ -231,21 +227,15 @@ def _(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
 #
 # Hinton, Vinyals and Dean 2015, "Distilling the knowledge in a neural network", arXiv 1503.02531, section 2, at temperature 1,
 # with the mean of the teachers' probabilities (an ensemble). Measured on a small text: bench/README.md, "Small texts".
-#
-# Shapes: B sequences, T tokens, V vocabulary.
 
 SHARE = 0.5  # of the teachers' probabilities in each target; the rest is the token of the text
 
 
-@dataclass(frozen=True)
-class Teachers:
-    models: Sequence[GPT]
-
-    @torch.no_grad()
-    def probabilities(self, tokens: Tensor, call_block: CallBlock) -> Tensor:
-        """tokens (B, T) -> the mean of the teachers' next-token probabilities, (B, T, V) fp32."""
-        all_logits = (model.logits(model(tokens, call_block=call_block)) for model in self.models)
-        return sum(logits.float().softmax(-1) for logits in all_logits) / len(self.models)
+@torch.no_grad()
+def taught_probabilities(teachers: Sequence[GPT], tokens: Tensor, call_block: CallBlock) -> Tensor:
+    """tokens (B, T) -> the mean of the teachers' next-token probabilities, (B, T, V) fp32."""
+    all_logits = (model.logits(model(tokens, call_block=call_block)) for model in teachers)
+    return sum(logits.float().softmax(-1) for logits in all_logits) / len(teachers)
 
 
 def distilled_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
@@ -262,10 +252,8 @@ def distilled_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, taught: Tens
     return mixed + (hard - mixed).detach()
 
 
-def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> Teachers | None:
-    """The models of train.teachers, whole on every rank; None without. Raises UserError if they cannot teach this run."""
-    if not config.train.teachers:
-        return None
+def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> list[GPT]:
+    """The models of train.teachers, whole on every rank. Raises UserError if they cannot teach this run."""
     models = []
     for path in config.train.teachers:
         try:
@@ -290,7 +278,7 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
                 f"{config.model.sequence_length}; set model.sequence_length={model.config.sequence_length}"
             )
         models.append(model.to(device))
-    return Teachers(models)
+    return models
 
 
 # -------------------------------------------------------------------------------------------- the loss of a micro-batch
@@ -299,9 +287,8 @@ def load_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device)
 def loss_sum_from_hidden(model: GPT, hidden: Tensor, targets: Tensor) -> Tensor:
     """The readable form of the loss: sum over all targets (B, T) of -ln p(target), in nats, from hidden (B, T, d_model)."""
     logits = model.logits(hidden)  # (B, T, V)
-    return functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
-    )
+    logits = logits.float().flatten(0, 1)
+    return cross_entropy(logits, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 
 
 def training_loss_sum(model: GPT, hidden: Tensor, targets: Tensor, precision: str) -> Tensor:
@@ -328,13 +315,13 @@ class MicroBatchLoss(nn.Module):
         precision: str,
         observing: bool,
         recompute: bool,
-        teachers: Teachers | None = None,
+        teachers: Sequence[GPT] = (),
         objective: Objective | None = None,
     ) -> None:
         """observing: measure the heads' statistics. recompute: activation checkpointing. objective: None: the next token."""
         super().__init__()
         self.model = model
-        self.teachers, self.objective = teachers, objective
+        self.teachers, self.objective = tuple(teachers), objective  # a tuple: their weights are no parameters of this
         self.precision, self.observing, self.recompute = precision, observing, recompute
         self.autocast = autocast(device, precision)
 
@@ -358,8 +345,8 @@ class MicroBatchLoss(nn.Module):
     ) -> tuple[Tensor, HeadStatistics | None]:
         how = {"recompute": self.recompute, "dropout_seeds": dropout_seeds, "call_block": self.call_block}
         taught = None
-        if self.teachers is not None and torch.is_grad_enabled():  # an evaluation measures the text alone
-            taught = self.teachers.probabilities(tokens, self.call_block)
+        if self.teachers and torch.is_grad_enabled():  # an evaluation measures the text alone
+            taught = taught_probabilities(self.teachers, tokens, self.call_block)
         hidden, statistics = self.model(tokens, **how, statistics=self.observing), None
         if self.observing:
             hidden, layers = hidden

@@ -77,7 +77,7 @@ class GRPO(Objective):
         self.most_new = int(min(self.train.lengths()[:, 1].max(), self.n_window // 2))
         n_asked = len(self.train.places)
         for prompts in (self.train, self.held_out):
-            prompts.keep(prompts.lengths()[:, 0] + self.most_new <= self.n_window)
+            prompts.places = prompts.places[prompts.lengths()[:, 0] + self.most_new <= self.n_window]
         if not (len(self.train.places) and len(self.held_out.places)):
             raise UserError(
                 f"no prompt and its answer fit into model.sequence_length={self.n_window} together; raise it, or shorten the "
@@ -185,7 +185,6 @@ class GRPO(Objective):
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
-# The conversations of a corpus, each up to an answer of the assistant.
 
 
 @final
@@ -203,9 +202,6 @@ class Prompts:
             tokens.append(text)
             n_before += len(text)
         self.tokens, self.places = np.concatenate(tokens), np.concatenate(places)  # (n, 3): begin, answer, end
-
-    def keep(self, kept: np.ndarray) -> None:
-        self.places = self.places[kept]
 
     def lengths(self) -> np.ndarray:
         """(n, 2): tokens of each prompt, and of its reference with the <|end|>."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -76,10 +77,9 @@ class FullySharded(Parallel):
         }
         return self.wrapped
 
-    @contextlib.contextmanager
-    def sync_gradients(self, last: bool) -> Iterator[None]:
+    def sync_gradients(self, last: bool) -> AbstractContextManager[None]:
         self.wrapped.set_requires_gradient_sync(last)
-        yield
+        return contextlib.nullcontext()
 
     def set_local_gradients(self) -> None:
         for name, parameter in self.model.named_parameters():

@@ -144,8 +144,19 @@ class Parallel:
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
-        """The module that training calls instead of `loss`. compile_mode: "on" (one graph), "blocks" or "off"."""
-        return compile_loss(loss, compile_mode)
+        """The module that training calls instead of `loss`, which is compiled in place.
+
+        compile_mode: "on": forward and loss as one graph, which DDP splits at the boundaries of its gradient buckets.
+        "blocks": one graph for all blocks, and one for the loss. Compiling takes a fraction of the time and does not
+        depend on the number of blocks; a step takes a few percent longer. An objective other than the next token
+        computes logits for the targets alone, whose number changes: "on" then acts like "blocks".
+        """
+        if compile_mode == "on" and loss.objective is None:
+            loss.forward_in_precision = compile_graph(loss.forward_in_precision)
+        elif compile_mode != "off":
+            loss.call_block = compile_graph(loss.call_block)
+            loss.head_loss = compile_graph(loss.head_loss)
+        return loss
 
     def uncompile(self, loss: MicroBatchLoss) -> None:
         """Undo the compiling of `wrap`: delete the compiled functions, so that the class's methods are called again."""
@@ -195,24 +206,6 @@ class Parallel:
             parameter.grad = None
 
 
-def compile_loss(loss: MicroBatchLoss, compile_mode: str) -> MicroBatchLoss:
-    """Compile `loss` in place.
-
-    on: forward and loss as one graph, which DDP splits at the boundaries of its gradient buckets.
-    blocks: one graph for all blocks, and one for the loss. Compiling takes a fraction of the time and does not depend
-    on the number of blocks; a step takes a few percent longer. An objective other than the next token computes logits for
-    the targets alone, whose number changes: "on" then acts like "blocks".
-    """
-    if compile_mode == "on" and loss.objective is not None:
-        compile_mode = "blocks"
-    if compile_mode == "on":
-        loss.forward_in_precision = compile_graph(loss.forward_in_precision)
-    if compile_mode == "blocks":
-        loss.call_block = compile_graph(loss.call_block)
-        loss.head_loss = compile_graph(loss.head_loss)
-    return loss
-
-
 def reuses_training_graph(compile_: str, device: torch.device) -> bool:
     """Whether an evaluation runs with gradients enabled, as training does: torch.compile specialises code to that mode.
 
@@ -233,17 +226,15 @@ class DataParallel(Parallel):
     """
 
     def wrap(self, loss: MicroBatchLoss, compile_mode: str) -> nn.Module:
-        compiled_loss = compile_loss(loss, compile_mode)
+        compiled_loss = super().wrap(loss, compile_mode)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames 2.11's broadcast_buffers
             self.wrapped = DistributedDataParallel(compiled_loss, broadcast_buffers=False, gradient_as_bucket_view=True)
         return self.wrapped
 
-    @contextlib.contextmanager
-    def sync_gradients(self, last: bool) -> Iterator[None]:
+    def sync_gradients(self, last: bool) -> AbstractContextManager[None]:
         # DDP averages over ranks. The training step multiplies the loss by the number of ranks, so gradients are sums.
-        with contextlib.nullcontext() if last else self.wrapped.no_sync():
-            yield
+        return contextlib.nullcontext() if last else self.wrapped.no_sync()
 
     def apply_to_full_matrices(
         self, local_matrices: Tensor, n_row: int, function: Callable[[Tensor], Tensor]

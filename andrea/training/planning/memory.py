@@ -268,15 +268,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.known:
-                self.made(tensor.untyped_storage())
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in self.known:
+                self.known.add(id(storage))
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.gone, id(storage), storage.nbytes())
         return result
-
-    def made(self, storage: torch.UntypedStorage) -> None:
-        self.known.add(id(storage))
-        self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self.gone, id(storage), storage.nbytes())
 
     def gone(self, identity: int, n_byte: int) -> None:
         self.known.discard(identity)
@@ -284,7 +281,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 # -------------------------------------------------------------------------------------------------------------- machine
-# Finds the device of each rank and its free memory.
 
 GIB = 2**30
 USABLE_SHARE = 0.8  # of the free memory: a plan is not exact, and other programs need memory too

@@ -33,7 +33,7 @@ from andrea.runtime.device import (
     unused_gpu,
 )
 from andrea.text.corpus import Corpus
-from andrea.training.health.attention import measures_every_step
+from andrea.training.evaluation import measures_every_step
 from andrea.training.planning import length, memory
 from andrea.training.planning.memory import Machine, Placement
 from andrea.training.records.console import format_memory

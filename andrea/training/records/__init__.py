@@ -31,10 +31,6 @@ class Progress:
     planned_steps: int = 0  # length of the whole run, as planned now; set when a process starts
     follows_recipe: bool = True  # since its first step, from random weights: only such a run has an expected curve
 
-    def axes(self) -> dict[str, float]:
-        """The figures that every record carries, so that runs of different sizes can be compared on any of them."""
-        return {"step": self.step, "tokens": self.tokens, "flops": self.flops, "seconds": self.seconds}
-
 
 class Logger(ABC):
     """Receives a run's figures, sample texts, pages and health alerts. Each mapping has `step` and the AXES."""

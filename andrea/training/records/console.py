@@ -35,17 +35,15 @@ class Console(Logger):
         self.bits_per_byte: float | None = None  # of the last evaluation
         self.seconds_left: Callable[[], float] | None = None  # of train.max_minutes
 
-    def say(self, line: str) -> None:
-        """Print a permanent line. Control characters in it, such as those of a sample, are escaped."""
-        self.rich.print(at_words(without_controls(line)))
-
-    def start(self) -> None:
-        if self.live:
-            self.live.start()
+    def say(self, *lines: str) -> None:
+        """Print permanent lines. Control characters in them, such as those of a sample, are escaped."""
+        for line in lines:
+            self.rich.print(at_words(without_controls(line)))
 
     @contextmanager
     def live_line(self) -> Iterator[None]:
-        self.start()
+        if self.live:
+            self.live.start()
         try:
             yield
         finally:

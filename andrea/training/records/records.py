@@ -23,9 +23,9 @@ from andrea.runtime.streams import new_failures
 from andrea.runtime.torchrun import RankLost
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.parallel.ranks import Parallel, Watchdog
-from andrea.training.records import Logger, Progress
+from andrea.training.records import AXES, Logger, Progress
 from andrea.training.records.console import Console
-from andrea.training.records.run_folder import RunFolder, plain_text
+from andrea.training.records.run_folder import RunFolder, with_texts
 from andrea.training.records.weights_and_biases import check_settings, choose_wandb_mode, open_wandb
 
 # An error of the run folder ends the run: its records are the run's result. So does the loss of another rank.
@@ -86,7 +86,7 @@ class Records:
 
     def has_extras(self, page: str, step: int) -> tuple[bool, bool]:
         """Whether the run folder has the page of this name, and a sample, of this step."""
-        folder = next(logger for logger in self.loggers if isinstance(logger, RunFolder))
+        folder = RunFolder(self.folder)
         return folder.page_path(page, step).exists(), folder.has_sample(step)
 
     def page(self, name: str, html: str) -> None:
@@ -107,7 +107,7 @@ class Records:
 
     def send(self, call: Callable[[Logger, dict[str, Any]], None]) -> None:
         """Call every logger. An error of the run folder ends the run; an error of any other logger does not."""
-        axes = self.progress.axes()
+        axes = {axis: getattr(self.progress, axis) for axis in ("step", *AXES)}
         for logger in self.loggers:
             with nullcontext() if isinstance(logger, RunFolder) else self.guest(type(logger).__name__):
                 call(logger, axes)
@@ -118,7 +118,6 @@ class Records:
 def open_loggers(
     records: Records,
     config: RunConfig,
-    folder: Path,
     checkpoint: Checkpoint | None,
     parallel: Parallel,
     facts: dict[str, Any],
@@ -129,7 +128,8 @@ def open_loggers(
     An optional logger that cannot be opened is left out, and one line says so. facts: the result of `checkpoint_facts`.
     Its "wandb_id" is filled in, so that a resumed run continues its wandb run. run_page: makes the logger of run.html.
     """
-    run_folder, say = RunFolder(folder), records.console.say
+    folder, say = records.folder, records.console.say
+    run_folder = RunFolder(folder)
     run_folder.cut_after(checkpoint.step if checkpoint else -1, say)
     records.loggers.extend([run_folder, records.console])
     mode = choose_wandb_mode(config.logger.wandb)
@@ -138,7 +138,7 @@ def open_loggers(
         say("wandb: off (logger=wandb turns it on)")
     else:
         with records.guest("Wandb"):
-            known = plain_text(to_plain(config)) | derived_facts(config, parallel, facts)
+            known = with_texts(to_plain(config), str) | derived_facts(config, parallel, facts)
             names = folder.name, config.model.name, facts["wandb_id"]
             wandb = open_wandb(mode, say, config.logger, Path(config.runs_dir), *names, known)
             say(wandb.where)

@@ -338,15 +338,16 @@ def write_config(folder: Path, config: RunConfig) -> None:
     """Write the resolved configuration, from which the run can be started again."""
     import yaml
 
-    content = yaml.safe_dump(plain_text(to_plain(config)), sort_keys=False, allow_unicode=True)
+    plain = with_texts(to_plain(config), str)  # the YAML writer accepts no subclass of str
+    content = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     with files.storing(folder / "config.yaml"):
         files.replace_text(folder / "config.yaml", content)
 
 
-def plain_text(value: Any) -> Any:
-    """Convert subclasses of str to str, also in mappings and lists, because the YAML writer accepts only str."""
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with `change` applied to each text in it: in mappings, whose keys are texts too, and in lists."""
     if isinstance(value, dict):
-        return {str(key): plain_text(entry) for key, entry in value.items()}
+        return {change(key): with_texts(entry, change) for key, entry in value.items()}
     if isinstance(value, list):
-        return [plain_text(entry) for entry in value]
-    return str(value) if isinstance(value, str) else value
+        return [with_texts(entry, change) for entry in value]
+    return change(value) if isinstance(value, str) else value

@@ -21,7 +21,7 @@ from andrea.config import LoggerConfig, UserError, as_typed
 from andrea.runtime.system import rename
 from andrea.text.tokenizer import without_surrogates
 from andrea.training.records import AXES, Logger
-from andrea.training.records.run_folder import read_lines
+from andrea.training.records.run_folder import read_lines, with_texts
 
 GROUP = "WANDB_RUN_GROUP"  # wandb's environment variable
 TIMEOUTS_SECONDS = {"init_timeout": 30, "finish_timeout": 120}  # older versions of wandb lack the second
@@ -41,7 +41,10 @@ class Wandb(Logger):
         run_id: str | None,
         facts: dict[str, Any],
     ) -> None:
-        """mode: online or offline. run_id: the wandb run to continue. facts: its config. Raises whatever wandb raises."""
+        """mode: online or offline. run_id: the wandb run to continue. facts: its config. Raises whatever wandb raises.
+
+        wandb rejects lone surrogates in texts.
+        """
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -49,8 +52,8 @@ class Wandb(Logger):
         self.run_id = run_id or uuid.uuid4().hex[:8]
         group = os.environ.get(GROUP) or (None if run_id else group)  # a run that goes on keeps the group that it has
         about = {
-            "project": config.project, "group": group, "name": replace_surrogates(name),
-            "config": replace_surrogates(facts), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
+            "project": config.project, "group": group, "name": without_surrogates(name),
+            "config": with_texts(facts, without_surrogates), "id": self.run_id, "resume": "allow", "dir": str(runs_dir),
         }  # fmt: skip
         timeouts = {key: seconds for key, seconds in TIMEOUTS_SECONDS.items() if key in wandb.Settings.model_fields}
         with self.disconnecting_on_error():  # wandb's process has reserved the run's id: the next attempt needs another
@@ -129,7 +132,7 @@ class Wandb(Logger):
         import wandb
 
         axes = {axis: source[axis] for axis in ("step", *AXES)}
-        self.send(lambda: self.run.log({**axes, name: wandb.Html(replace_surrogates(page), inject=False)}))
+        self.send(lambda: self.run.log({**axes, name: wandb.Html(without_surrogates(page), inject=False)}))
 
     def alert(self, alert: dict[str, Any]) -> None:
         import wandb
@@ -169,15 +172,6 @@ def reason(error: Exception) -> str:
     """The message of wandb's or pydantic's error, on one line."""
     said = " ".join(str(error).split()).split(" [type=")[0].split("Value error, ")[-1]
     return said[:200] or type(error).__name__
-
-
-def replace_surrogates(value: Any) -> Any:
-    """Replace each lone surrogate in a text, list or mapping by U+FFFD, because wandb rejects lone surrogates."""
-    if isinstance(value, dict):
-        return {replace_surrogates(key): replace_surrogates(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [replace_surrogates(entry) for entry in value]
-    return without_surrogates(value) if isinstance(value, str) else value
 
 
 def figure_or_heatmap(name: str, value: Any) -> Any:

@@ -13,9 +13,9 @@ from andrea.api.command_line import configure
 from andrea.checkpoint import write_checkpoint
 from andrea.config import RunConfig, to_plain
 from andrea.text.tokenizer import ByteTokenizer
-from andrea.training.records.run_folder import mark, plain_text
+from andrea.training.records.run_folder import mark, with_texts
 
-CONFIG = plain_text(to_plain(configure(RunConfig, "train", ["logger=none", "tokenizer=byte", "train.steps=100"])))
+CONFIG = with_texts(to_plain(configure(RunConfig, "train", ["logger=none", "tokenizer=byte", "train.steps=100"])), str)
 
 
 def loss_of(parameters: float, tokens: float) -> float:

@@ -10,7 +10,7 @@ from tiny_models import TOKENIZER, make, prompt_tokens
 
 from andrea.insight.lens.scores import mass_on, open_at, score_layer, targets_of
 from andrea.insight.lens.trace import trace_layers
-from andrea.training.health.attention import probe
+from andrea.training.evaluation import probe
 
 
 def test_masses_solved_by_hand() -> None:

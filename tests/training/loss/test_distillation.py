@@ -13,7 +13,8 @@ from andrea.checkpoint import newest_whole
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model import GPT, initialise
 from andrea.text.shards import IGNORED_TARGET
-from andrea.training.loss.loss import MicroBatchLoss, Teachers
+from andrea.training.loss.loss import MicroBatchLoss
+from andrea.training.parallel.ranks import Parallel
 from andrea.training.records.run_folder import read_lines
 
 CPU = torch.device("cpu")
@@ -49,8 +50,8 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_gradient_is_that_of_mixed_targets_and_the_number_that_of_the_text(rows) -> None:
     (tokens, targets), student = rows, model_of(1)
-    teachers = Teachers([model_of(2).requires_grad_(False), model_of(3).requires_grad_(False)])
-    probabilities = sum(model.logits(model(tokens)).softmax(-1) for model in teachers.models) / 2
+    teachers = [model_of(2).requires_grad_(False), model_of(3).requires_grad_(False)]
+    probabilities = sum(model.logits(model(tokens)).softmax(-1) for model in teachers) / 2
     kept = targets != IGNORED_TARGET
     mixed = 0.5 * one_hot(targets.clamp(min=0), 11) + 0.5 * probabilities
     log_probabilities = student.logits(student(tokens)).log_softmax(-1)
@@ -66,13 +67,11 @@ def test_the_gradient_is_that_of_mixed_targets_and_the_number_that_of_the_text(r
 
 @pytest.mark.parametrize("compile_mode", [pytest.param("on", marks=[pytest.mark.slow, pytest.mark.long]), "blocks"])
 def test_compiled_it_is_the_same(compile_mode: str, rows) -> None:
-    from andrea.training.parallel.ranks import compile_loss
-
     tokens, targets = rows
     losses = []
     for mode in ("off", compile_mode):
-        student, teachers = model_of(1), Teachers([model_of(2).requires_grad_(False)])
-        loss = compile_loss(MicroBatchLoss(student, CPU, "fp32", False, False, teachers), mode)
+        student, teachers = model_of(1), [model_of(2).requires_grad_(False)]
+        loss = Parallel(student).wrap(MicroBatchLoss(student, CPU, "fp32", False, False, teachers), mode)
         loss(tokens, targets)[0].backward()
         losses.append([parameter.grad for parameter in student.parameters()])
     torch.testing.assert_close(losses[1], losses[0])

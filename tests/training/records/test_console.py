@@ -17,8 +17,8 @@ TRAINED = {
 
 def test_without_a_terminal_every_record_is_a_plain_line(capsys: pytest.CaptureFixture) -> None:
     console = Console(steps=20)
-    console.start()
-    console.step(1, 3.0, 1.0, 10.0, 10.0)
+    with console.live_line():
+        console.step(1, 3.0, 1.0, 10.0, 10.0)
     console.record(TRAINED)
     console.record({**TRAINED, "step": 20, "val/loss": 3.0, "val/bpb": 1.5, "val/a/bpb": 1.25, "val/a/loss": 2.0})
     console.record(TRAINED)
@@ -37,12 +37,11 @@ def test_on_a_terminal_the_line_lives(capsys: pytest.CaptureFixture, monkeypatch
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     console = Console(steps=20)
-    console.start()
-    console.step(1, 3.0, 1.0, 10.0, 10.0)
-    console.step(2, 2.0, 1.0, 10.0, 10.0)  # too soon after the first: not drawn
-    console.record(TRAINED)
-    console.waiting("saving …")
-    console.stop()
+    with console.live_line():
+        console.step(1, 3.0, 1.0, 10.0, 10.0)
+        console.step(2, 2.0, 1.0, 10.0, 10.0)  # too soon after the first: not drawn
+        console.record(TRAINED)
+        console.waiting("saving …")
     out = capsys.readouterr().out
     assert "step  1/20" in out and "saving" in out and "loss 2.000" not in out
 
