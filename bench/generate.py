@@ -35,7 +35,7 @@ from common import (
 )
 
 from andrea.generation import Engine, Request, Sampling
-from andrea.generation.packed_weights import NativeLinear, has_native
+from andrea.generation.packed_layers import NativeLinear, has_native
 from andrea.generation.session import BITS
 from andrea.runtime.device import LargePages
 

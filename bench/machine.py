@@ -23,8 +23,8 @@ from common import ROOT, machine
 from torch.nn import functional
 
 from andrea.attention.implementations.native import SOURCES, reason_without_library
-from andrea.generation.packed_weights import SOURCE as DECODE
-from andrea.generation.packed_weights import Int8Linear, NativeLinear, library
+from andrea.generation.packed_layers import SOURCE as DECODE
+from andrea.generation.packed_layers import Int8Linear, NativeLinear, library
 from andrea.runtime.native import REASONS
 from andrea.training.loss.loss import SOURCE as LOSS
 from andrea.training.loss.loss import has_native_library

@@ -34,7 +34,7 @@ from andrea.attention import (
     packed_documents,
     sliding_window,
 )
-from andrea.attention.grouped_query import repeated_for_query_heads
+from andrea.attention.compatibility import repeated_for_query_heads
 from andrea.model.gpt import RotaryPosition
 
 STATISTICS = ("log_sum_exp", "largest_logit", "entropy_nats")

@@ -42,7 +42,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
@@ -230,20 +229,16 @@ def make_compatibility(name: str, n_head: int, d_head: int, n_kv_head: int | Non
     """
     kind = own_class(KEY, name, Compatibility) if is_own(name) else BUILT_IN[name]
     offered = {"n_head": n_head, "d_head": d_head, "d_query": d_head, "d_key": d_head, "n_hidden": d_head}
-    parameters = inspect.signature(kind).parameters.values()
-    missing = [
-        each.name
-        for each in parameters
-        if each.default is each.empty
-        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        and each.name not in offered
-    ]
-    if inspect.isabstract(kind) or missing:
-        wanted = f"its constructor needs {', '.join(missing)}" if missing else "it has no method `scores`"
+    constructor = inspect.signature(kind)
+    arguments = {argument: offered[argument] for argument in constructor.parameters if argument in offered}
+    if inspect.isabstract(kind):
+        raise UserError(f"{KEY}={name} cannot be made: it has no method `scores`")
+    try:
+        constructor.bind(**arguments)
+    except TypeError as error:
         raise UserError(
-            f"{KEY}={name} cannot be made: {wanted}; a constructor may have the arguments {', '.join(offered)}"
-        )
-    arguments = {each.name: offered[each.name] for each in parameters if each.name in offered}
+            f"{KEY}={name} cannot be made: its constructor is {error}; it may have the arguments {', '.join(offered)}"
+        ) from None
     if is_own(name):
         check_own(name, kind, tuple(arguments.items()), n_head, d_head, n_kv_head or n_head)
     return kind(**arguments)
@@ -373,8 +368,19 @@ def refusal_of_triton(case: Case) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------ for our kernels
-# The layouts that our kernels in Triton and C++ read and write. B batch, H heads, T queries, D head width.
+# --------------------------------------------------------------------------------------------------------------- heads
+# Shared heads, and the layouts that our kernels in Triton and C++ read and write. B batch, H heads, T queries, D head width.
+
+
+def repeated_for_query_heads(keys: Tensor, query: Tensor) -> Tensor:
+    """Repeat keys (..., G, S, d) to (..., H, S, d) for query (..., H, T, d): query head h reads key head h // (H / G).
+
+    For what has no kernel: kernels read the head that H / G query heads share in place (grouped-query attention: Ainslie et
+    al. 2023, arXiv 2305.13245).
+    """
+    if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
+        return keys
+    return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)
 
 
 def as_batch_of_heads(tensor: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ class Mask(ABC):
 
 @dataclass(frozen=True)
 class Causal(Mask):
+    """A query sees the keys at its own position and before."""
+
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         return key_position <= query_position
 
@@ -55,7 +57,18 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
+    """A query sees `width` keys: the key at its own position and the width - 1 keys before, none after it.
+
+    Raises ValueError if the width is less than 1.
+    """
+
     width: int
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(
+                f"sliding_window({self.width}): the window includes the query's own position, so the width is at least 1"
+            )
 
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         return (key_position <= query_position) & (key_position > query_position - self.width)
@@ -66,6 +79,12 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True)
 class KeyPadding(Mask):
+    """A query sees the first `lengths` keys; the others are padding.
+
+    lengths: an integer tensor that broadcasts to the leading shape of the query. If the query is (B, H, T, d), lengths
+    of shape (B, 1) give each sequence one length.
+    """
+
     lengths: Tensor
 
     def visible(self, query_position: Tensor, key_position: Tensor) -> Tensor:
@@ -127,30 +146,7 @@ class Both(Mask):
         return self.one.is_interval and self.other.is_interval
 
 
-def causal() -> Mask:
-    """A query sees the keys at its own position and before."""
-    return Causal()
-
-
-def sliding_window(width: int) -> Mask:
-    """A query sees `width` keys: the key at its own position and the width - 1 keys before, none after it.
-
-    Raises ValueError if the width is less than 1.
-    """
-    if width < 1:
-        raise ValueError(
-            f"sliding_window({width}): the window includes the query's own position, so the width is at least 1"
-        )
-    return SlidingWindow(width)
-
-
-def key_padding(lengths: Tensor) -> Mask:
-    """A query sees the first `lengths` keys; the others are padding.
-
-    lengths: an integer tensor that broadcasts to the leading shape of the query. If the query is (B, H, T, d), lengths
-    of shape (B, 1) give each sequence one length.
-    """
-    return KeyPadding(lengths)
+causal, sliding_window, key_padding = Causal, SlidingWindow, KeyPadding  # the names by which masks are made
 
 
 def packed_documents(documents: Tensor) -> Mask:

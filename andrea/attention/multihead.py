@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
-from andrea.attention.grouped_query import repeated_for_query_heads
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, repeated_for_query_heads
 from andrea.attention.implementations import native
 from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD, runs_on
 from andrea.attention.mask import Causal, Mask, SlidingWindow
@@ -32,9 +32,7 @@ from andrea.config import MEASURES_HEADS
 # A key that mixes the token before its own lets a single layer find what followed an earlier copy of the present token; an
 # induction head otherwise needs two layers (KV shifting attention, Xu et al. 2024, arXiv 2411.19574). Here each channel of
 # queries, keys and values has weights of its own, as in Primer's multi-dconv-head attention (So et al. 2021, arXiv
-# 2109.08668, section 4.2).
-#
-# B sequences, H heads, T tokens, D = d_head, K tokens that are mixed: a token and the K - 1 before it.
+# 2109.08668, section 4.2). K tokens are mixed: a token and the K - 1 before it.
 
 
 def convolve(x: Tensor, taps: Tensor, before: Tensor | None = None, place: Tensor | None = None) -> Tensor:
@@ -71,8 +69,6 @@ def convolve_readable(x: Tensor, taps: Tensor, before: Tensor | None = None, pla
 
 # --------------------------------------------------------------------------------------------------------- head options
 # What may happen to a head's vector z between the weighted sum of the values and W_O: first exclusion, then a gate.
-#
-# B batch, T tokens, H heads, G key/value heads (G divides H), D = d_head.
 
 GATES = ("scalar", "elementwise")
 EXCLUSIVE = ("fixed", "learned")
@@ -160,17 +156,36 @@ def one_pass_is_faster(x: Tensor) -> bool:
     return HAS_TRITON if planned_for_card else x.is_cuda and runs_on(x.device)
 
 
-def frozen_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A layer that holds these very tensors, without gradients."""
-    layer = nn.Linear(*weight.shape[::-1], device="meta", bias=False)
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    return layer
+class FrozenLinear(nn.Linear):
+    """A linear layer that holds these very tensors, without gradients."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(*weight.shape[::-1], device="meta", bias=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def rows(self, start: int, stop: int) -> FrozenLinear:
+        """A layer for outputs start .. stop-1, which shares the memory of this layer's weights."""
+        return FrozenLinear(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
 
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a call of the layer is a product with its weight and nothing else: no adapter, no hook."""
     return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def check_heads(d_model: int, n_head: int, n_kv_head: int, d_head: int | None) -> None:
+    if d_head is None and d_model % n_head:
+        raise ValueError(
+            f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole; or give d_head"
+        )
+    if n_head % n_kv_head:
+        raise ValueError(f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally")
+
+
+def check_known(option: str, name: str | None, known: tuple[str, ...]) -> None:
+    if name not in (None, *known):
+        raise ValueError(f"{option}={name!r} is unknown; allowed: None, {', '.join(known)}")
 
 
 class SharedInputs(NamedTuple):
@@ -240,17 +255,9 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
-        if d_head is None and d_model % n_head:
-            raise ValueError(
-                f"n_head={n_head} does not divide d_model={d_model}: the head width must be whole; or give d_head"
-            )
-        if n_head % n_kv_head:
-            raise ValueError(
-                f"n_kv_head={n_kv_head} does not divide n_head={n_head}: key/value heads are shared equally"
-            )
-        for option, name, known in (("gate", gate, GATES), ("exclusive", exclusive, EXCLUSIVE)):
-            if name not in (None, *known):
-                raise ValueError(f"{option}={name!r} is unknown; allowed: None, {', '.join(known)}")
+        check_heads(d_model, n_head, n_kv_head, d_head)
+        check_known("gate", gate, GATES)
+        check_known("exclusive", exclusive, EXCLUSIVE)
         if qk_norm_weights and qk_norm_epsilon is None:
             raise ValueError("qk_norm_weights=True needs qk_norm_epsilon=…: these are weights of that norm")
         self.d_head = d_model // n_head if d_head is None else d_head
@@ -276,9 +283,8 @@ class MultiHeadAttention(nn.Module):
         self.modifiers = modifiers
         self.mask = mask
         self.qk_norm_epsilon = qk_norm_epsilon
-        self.query_norm, self.key_norm = (
-            nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None for _ in ("query", "key")
-        )
+        self.query_norm = nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None
+        self.key_norm = nn.Parameter(torch.ones(self.d_head)) if qk_norm_weights else None
         self.implementation = implementation
         self.side_by_side: nn.Module | None = None  # W_Q, W_K and W_V as one layer, after `put_side_by_side`
 
@@ -298,9 +304,11 @@ class MultiHeadAttention(nn.Module):
         statistics: return (output, HeadStatistics). If the named implementation returns no statistics, "auto"
         chooses the implementation.
         """
-        retrieved, measured = self.retrieve_and_measure(x, context, shared, cache, statistics)
-        output = self.output(self.merged(retrieved))
-        return (output, measured) if statistics else output
+        retrieved = self.retrieve(x, context, shared=shared, cache=cache, statistics=statistics)
+        if not statistics:
+            return self.output(self.merged(retrieved))
+        retrieved, measured = retrieved
+        return self.output(self.merged(retrieved)), measured
 
     def retrieve(
         self,
@@ -309,16 +317,14 @@ class MultiHeadAttention(nn.Module):
         *,
         shared: SharedInputs = NOTHING_SHARED,
         cache: LayerCache | None = None,
-    ) -> Tensor:
-        """What W_O is applied to, (B, H, T, D): the weighted sums of the values, after exclusion and gates."""
-        return self.retrieve_and_measure(x, context, shared, cache, statistics=False)[0]
+        statistics: bool = False,
+    ) -> Tensor | tuple[Tensor, HeadStatistics]:
+        """What W_O is applied to, (B, H, T, D): the weighted sums of the values, after exclusion and gates.
 
-    def retrieve_and_measure(
-        self, x: Tensor, context: Tensor | None, shared: SharedInputs, cache: LayerCache | None, statistics: bool
-    ) -> tuple[Tensor, HeadStatistics | None]:
-        """The result of `retrieve`, and the statistics of the heads, which are None if `statistics` is False."""
+        The arguments are those of `forward`. statistics: return the statistics of the heads as well.
+        """
         if context is None and not statistics and self.is_decoded_in_one_pass(x, shared, cache):
-            return self.finish(self.decoded(x, shared, cache), None, self.gates(x)), None
+            return self.finish(self.decoded(x, shared, cache), None, self.gates(x))
         query, key, value, compatibility = self.project(x, context, shared, cache)
         own_value, gate = value, self.gates(x)
         if self.is_exclusive and context is not None:
@@ -336,7 +342,7 @@ class MultiHeadAttention(nn.Module):
         how = {"compatibility": compatibility, "mask": mask, "start": start, "implementation": implementation}
         how |= {"modifiers": self.modifiers, "sink": self.sink}
         if not statistics:
-            return self.finish(attend(query, key, value, **how), own_value, gate), None
+            return self.finish(attend(query, key, value, **how), own_value, gate)
         retrieved, rows = attend(query, key, value, **how, statistics=True)
         start = key.shape[-2] - query.shape[-2] if start is None else start
         return self.finish(retrieved, own_value, gate), head_statistics(rows, mask, start, key.shape[-2], gate)
@@ -420,21 +426,14 @@ class MultiHeadAttention(nn.Module):
         return torch.cat([layer.weight for layer in layers]), bias
 
     @torch.no_grad()
-    def put_side_by_side(self, make_linear: Callable[[Tensor, Tensor | None], nn.Module] | None = None) -> None:
+    def put_side_by_side(self, make_linear: Callable[[Tensor, Tensor | None], nn.Module] = FrozenLinear) -> None:
         """For generation: keep the three weights as one matrix, which `one_product` then need not make for every token.
 
-        make_linear: makes packed layers of weight and bias. Their method `rows` gives a layer for some of the outputs.
+        make_linear: makes a layer of weight and bias. Its method `rows` gives a layer for some of the outputs.
         """
-        weight, bias = self.joined_weights()
-        widths = [layer.out_features for layer in (self.query, self.key, self.value)]
-        ends = [sum(widths[: n + 1]) for n in range(3)]
-        if make_linear is None:
-            self.side_by_side = frozen_linear(weight, bias)
-            parts = map(frozen_linear, weight.split(widths), 3 * [None] if bias is None else bias.split(widths))
-        else:
-            self.side_by_side = make_linear(weight, bias)
-            parts = (self.side_by_side.rows(end - width, end) for width, end in zip(widths, ends, strict=True))
-        self.query, self.key, self.value = parts  # they share its memory
+        ends = accumulate((layer.out_features for layer in (self.query, self.key, self.value)), initial=0)
+        self.side_by_side = make_linear(*self.joined_weights())
+        self.query, self.key, self.value = (self.side_by_side.rows(start, stop) for start, stop in pairwise(ends))
 
     def kernels_serve(self, x: Tensor, shared: SharedInputs) -> bool:
         """What the Triton kernels of `prepared` and `decoded` have in common."""
@@ -475,12 +474,9 @@ class MultiHeadAttention(nn.Module):
 
     def is_decoded_in_one_pass(self, x: Tensor, shared: SharedInputs, cache: LayerCache | None) -> bool:
         """Whether `decoded` serves: one new token of each sequence, after as many as only the device knows."""
-        if (
-            cache is None
-            or x.shape[1] != 1
-            or not isinstance(cache.length, Tensor)
-            or not self.kernels_serve(x, shared)
-        ):
+        if cache is None or x.shape[1] != 1 or not isinstance(cache.length, Tensor):
+            return False
+        if not self.kernels_serve(x, shared):
             return False
         if cache.keys.shape[2] * (self.n_head + 2 * self.n_kv_head) * self.d_head >= 2**31:
             return False  # the kernel counts a sequence's rows in 32 bits
@@ -578,13 +574,8 @@ class ValueEmbedding(nn.Module):
         # Zeros add nothing at first. andrea-nano (140 steps, one seed, bits per byte) ends from zeros and λ = 1 at 1.604 with
         # projections and 1.606 with tables, from drawn weights and λ = 1/2 at 1.601 and 1.618, from these and λ = 0 at 1.631
         # and 1.621; without value embeddings at 1.632.
-        nn.init.zeros_(self.embedding_weight)
-
-    @property
-    def embedding_weight(self) -> nn.Parameter:
-        return self.projection.weight if self.table is None else self.table.weight
+        nn.init.zeros_((self.projection or self.table).weight)
 
     def forward(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         """source (B, T, d_model) or (B, T) -> (B, T, G D) of type `dtype`."""
-        embedded = self.projection(source) if self.table is None else self.table(source)
-        return self.mix.to(dtype) * embedded.to(dtype)
+        return self.mix.to(dtype) * (self.projection or self.table)(source).to(dtype)

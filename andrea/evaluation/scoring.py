@@ -18,7 +18,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import UserError
 from andrea.generation.batching import TokenScore, token_score
-from andrea.generation.packed_weights import PackedGPT
+from andrea.generation.packed_model import PackedGPT
 from andrea.generation.session import make_engine
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device

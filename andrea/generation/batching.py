@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from andrea.generation.engine import Engine, GeneratedToken, GraphedStep, GrowingText, Request, Window, padded_history
-from andrea.generation.packed_weights import PackedGPT
+from andrea.generation.packed_model import PackedGPT
 from andrea.generation.sampling import choose_tokens
 
 MOST_READS = 4  # windows that are read, one in a step, while the texts that need none wait
@@ -63,9 +63,8 @@ class Batch:
     def __init__(self, engine: Engine, n_text: int) -> None:
         self.engine = engine
         self.is_joint = isinstance(engine.model, PackedGPT) and engine.model.writes_texts_together
-        step = (
-            engine.step.step if isinstance(engine.step, GraphedStep) else engine.step
-        )  # a graph serves one cache only
+        # a graph serves one cache only
+        step = engine.step.step if isinstance(engine.step, GraphedStep) else engine.step
         self.idle = [Window(engine.model, step, 1, engine.fixed_shapes, ragged=False) for _ in range(n_text)]
         self.texts: list[BatchedText] = []  # those that wait longest for a token come first
         self.n_read = 0  # windows that were read since the others had a token
@@ -126,19 +125,16 @@ class Batch:
     def add_tokens(self, texts: list[BatchedText], rows: list[Tensor]) -> list[BatchStep]:
         """Choose a token for each text from its logits (1, V). Texts with the same sampling rules are chosen together."""
         chosen: dict[BatchedText, int] = {}
-        logits = dict(zip(texts, rows, strict=True))
+        logits, healing = dict(zip(texts, rows, strict=True)), self.engine.healing
         for sampling in dict.fromkeys(text.sampling for text in texts):
             alike = [text for text in texts if text.sampling == sampling]
-            choices = [self.allowed(text, logits[text]) for text in alike]
+            choices = [healing.allowed(logits[text]) if text.needs_space else logits[text] for text in alike]
             history = torch.zeros(len(alike), 0, dtype=torch.int64)
             if sampling.repetition_penalty != 1.0:
                 history = padded_history([text.tokens for text in alike], 0).to(self.engine.device)
             uniform = torch.stack([torch.rand((), generator=text.generator) for text in alike]).to(self.engine.device)
             chosen |= zip(alike, choose_tokens(torch.cat(choices), history, sampling, uniform).tolist(), strict=True)
         return [self.add(text, chosen[text], logits[text][0]) for text in texts]
-
-    def allowed(self, text: BatchedText, logits: Tensor) -> Tensor:
-        return self.engine.healing.allowed(logits) if text.needs_space else logits
 
     def add(self, text: BatchedText, token: int, logits: Tensor) -> BatchStep:
         """Add a chosen token to a text. logits (V,): those it was chosen from."""

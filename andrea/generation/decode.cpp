@@ -903,7 +903,7 @@ void attend_by_team(
     }
 }
 
-enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in packed_weights.py
+enum Activation : int64_t { GELU, RELU2, SWIGLU, GELU_EXACT };  // in the order of ACTIVATIONS in packed_model.py
 
 struct Shape {
     int64_t n_layer, n_row, d_model, d_mlp, n_head, n_kv_head, d_head, capacity, activation, value_residual, n_mixed,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from andrea.attention import KeyValueCache
 from andrea.config import UserError
-from andrea.generation.packed_weights import PackedGPT, pack
+from andrea.generation.packed_model import PackedGPT, pack
 from andrea.generation.sampling import Sampling, choose_tokens
 from andrea.model.gpt import GPT
 from andrea.model.lora import merge
@@ -344,7 +344,7 @@ class Engine:
     """Generate text with a model.
 
     dtype: if None, use the model itself, which may be in training. Otherwise use a copy with weights in this type. The
-    copy is packed for fast decoding if a packed form exists for the device (packed_weights.py).
+    copy is packed for fast decoding if a packed form exists for the device (packed_model.py).
     in_place: convert the model itself instead of a copy; the caller must not use it afterwards. Saves the copy's memory.
     bits: 8 or 4 to store the matrices of the copy in so many bits. The embedding and all activations keep the type `dtype`.
     compiled: run the decoding step through torch.compile. The start is slower, but on a GPU each token is faster. On a

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +18,14 @@ from torch import nn
 
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
-from andrea.config import SampleConfig, UserError
+from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
-from andrea.generation.packed_weights import SOURCE, bytes_of, is_built_in, library
-from andrea.generation.prompt import last_tokens, read_prompt, read_prompts
+from andrea.generation.packed_layers import SOURCE, bytes_of, library
+from andrea.generation.packed_model import is_built_in
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.device import WEIGHT_DTYPE, choose_precision, unused_gpu
-from andrea.runtime.files import check_writable, replace_text, storing
+from andrea.runtime.files import check_writable, lines_of, replace_text, storing
 from andrea.runtime.native import REASONS
 from andrea.runtime.streams import at_words, raise_output_failure, tell, write
 from andrea.text.tokenizer import Tokenizer
@@ -141,6 +142,75 @@ def describe(checkpoint: Checkpoint, model: GPT, tokenizer: Tokenizer, where: st
     )
 
 
+# -------------------------------------------------------------------------------------------------------------- prompts
+
+
+def read_prompt(prompt: str, name: str = "prompt") -> str:
+    """The prompt itself; if it is @FILE, the file's content; if it is -, the text of standard input.
+
+    name: of the key. Raises UserError if the text cannot be read.
+    """
+    if prompt == "-":
+        content, origin = sys.stdin.buffer.read(), "standard input"
+    elif prompt.startswith("@"):
+        path = Path(prompt[1:])
+        if not os.path.isfile(path):  # isfile is False even for names that no file can have
+            raise UserError(
+                f"{name}={prompt}: there is no file {str(path)!r} to read (@FILE); to begin a prompt with @, write "
+                f"the prompt to standard input and set {name}=-"
+            )
+        content, origin = path.read_bytes(), str(path)
+    else:
+        return prompt
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
+
+
+def read_prompts(file: str, max_new_tokens: int) -> list[str]:
+    """The lines of the file that are not empty. Raises UserError if the file is unreadable or has too many lines."""
+    try:
+        lines = lines_of(Path(file).read_bytes().decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"prompts={file}: {getattr(error, 'strerror', None) or 'the file is not UTF-8 text'}") from None
+    prompts = [line for line in lines if line]
+    if not prompts:
+        raise UserError(f"prompts={file}: the file holds no prompt; write one prompt on each line")
+    check_batch(len(prompts), max_new_tokens, f"prompts={file}")
+    return prompts
+
+
+def check_batch(n_prompt: int, max_new_tokens: int, origin: str) -> None:
+    """Raises UserError if a batch of so many prompts may write more tokens than memory holds."""
+    if n_prompt * max_new_tokens > MOST_SAMPLED_TOKENS:
+        raise UserError(
+            f"{origin} has {n_prompt} prompts, and {n_prompt} times max_new_tokens={max_new_tokens} is "
+            f"more than the {MOST_SAMPLED_TOKENS} tokens that one batch may write; lower one of them"
+        )
+
+
+def last_tokens(engine: Engine, prompt: str | list[int]) -> list[int]:
+    """The last tokens of the prompt that the model can see. If the prompt is cut, a line on standard error says so.
+
+    Token ids are used unchanged, but for the cut.
+    """
+    if isinstance(prompt, str):
+        tokens, n_cut = engine.encode_end(prompt)
+    else:
+        n_cut = max(0, len(prompt) - engine.model.config.sequence_length)
+        tokens = prompt[n_cut:]
+    if n_cut:
+        tell(
+            f"prompt has {len(tokens) + n_cut} tokens: its beginning is cut, and the model reads the last {len(tokens)} "
+            f"(model.sequence_length)\n"
+        )
+    return tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+
 def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path | None = None) -> None:
     """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
 
@@ -215,9 +285,8 @@ def ask(is_interrupted: bool, prompt: str = PROMPT) -> str:
     """
     if is_interrupted:
         tell("Ctrl-C again ends the session\n")
-    in_terminal = (
-        sys.stdin.isatty() and sys.stdout.isatty()
-    )  # there, input() edits the line, and must know its beginning
+    # in a terminal, input() edits the line, and must know its beginning
+    in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         tell("" if in_terminal else prompt)
         return input(prompt if in_terminal else "").removesuffix("\r")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -184,12 +184,8 @@ def gelu(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
-def gelu_exact(x: Tensor) -> Tensor:
-    """x · Φ(x), where Φ is the normal distribution function (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2)."""
-    return functional.gelu(x)
-
-
-ACTIVATIONS = {"relu2": relu_squared, "gelu": gelu, "gelu_exact": gelu_exact}  # of MLP, by model.mlp
+# Of MLP, by model.mlp. The exact GELU is x · Φ(x), where Φ is the normal distribution function.
+ACTIVATIONS = {"relu2": relu_squared, "gelu": gelu, "gelu_exact": functional.gelu}
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -440,16 +436,6 @@ def call_block(
     return block(x, shared, cache, statistics, dropout)
 
 
-def recomputed(call_block: CallBlock, *inputs: Any) -> BlockResult:
-    """call_block(*inputs) with activation checkpointing (Chen et al. 2016, arXiv 1604.06174).
-
-    Only the block's input is kept for the backward pass, which computes the block's activations again. The second
-    computation's statistics are discarded.
-    """
-    # preserve_rng_state=False: a block draws no random numbers. Dropout is computed from its inputs.
-    return checkpoint(call_block, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
 class GPT(nn.Module):
     """A GPT. Before its first use, call `initialise` or load the weights of a checkpoint.
 
@@ -490,13 +476,14 @@ class GPT(nn.Module):
         cache: the keys and values of earlier tokens. `tokens` are new, from position cache.length on; their keys and
         values are appended to the cache, in place.
         statistics: return (hidden, statistics of each layer's heads).
-        recompute: use activation checkpointing for each block.
+        recompute: use activation checkpointing (Chen et al. 2016, arXiv 1604.06174): only a block's input is kept for the
+        backward pass, which computes the block's activations again.
         dropout_seeds: (B,) int64, for training: see `block_dropouts`. Nothing is dropped without them.
         call_block: the function that calls a block: `call_block` itself, or its compiled form.
         """
         assert cache is None or not recompute, "generation has no backward pass"
-        if recompute:
-            call_block = functools.partial(recomputed, call_block)
+        if recompute:  # a block draws no random numbers: dropout is computed from its inputs
+            call_block = functools.partial(checkpoint, call_block, use_reentrant=False, preserve_rng_state=False)
         x, shared = self.block_inputs(tokens, cache)
         dropouts = [None] * len(self.blocks) if dropout_seeds is None else block_dropouts(dropout_seeds, self.config)
         layers = []
@@ -512,14 +499,13 @@ class GPT(nn.Module):
     def block_inputs(self, tokens: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, SharedInputs]:
         """The inputs of the first block for tokens (B, T): x (B, T, d_model), and the inputs that all blocks share."""
         start = 0 if cache is None else cache.length
-        has_documents = self.end_of_text is not None and cache is None  # a generated text is one document
+        packing = self.document_mask(tokens) if cache is None else None  # a generated text is one document
+        needs_place = packing is not None and self.config.qkv_convolution
         x = self.embed(tokens, cache)
         return x, SharedInputs(
             place=self.position.placer(tokens.shape[1], start),
-            packing=self.document_mask(tokens) if has_documents else None,
-            document_place=places_in_documents(tokens, self.end_of_text)
-            if has_documents and self.config.qkv_convolution
-            else None,
+            packing=packing,
+            document_place=places_in_documents(tokens, self.end_of_text) if needs_place else None,
             # The first block computes these values again and mixes them with themselves. All blocks then have equal
             # inputs, so one compiled graph serves all of them.
             first_value=self.blocks[0].values(x) if self.config.value_residual else None,

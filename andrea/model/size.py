@@ -29,21 +29,24 @@ class Parameters:
         return self.embedding + self.attention + self.mlp + self.norm + self.head
 
 
+def without_memory(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> GPT:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return GPT(config, attention, n_vocab, END_OF_TEXT)
+
+
 def count_parameters(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> Parameters:
     """Number of parameters of the model's parts, for a vocabulary of n_vocab tokens."""
-    with torch.device("meta"):
-        model = GPT(config, attention, n_vocab, END_OF_TEXT)
     counts = dict.fromkeys(("embedding", "attention", "mlp", "norm", "head"), 0)
-    for name, parameter in model.named_parameters():
+    for name, parameter in without_memory(config, attention, n_vocab).named_parameters():
         counts[part_of(name)] += parameter.numel()
     return Parameters(**counts)
 
 
 def count_trained(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
     """Number of parameters that training changes: all of them, or LoRA's factors."""
-    with torch.device("meta"):
-        model = GPT(config, attention, n_vocab, END_OF_TEXT)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    parameters = without_memory(config, attention, n_vocab).parameters()
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def parameters_without_bigrams(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
@@ -77,8 +80,7 @@ def forward_flops_per_token(config: ModelConfig, attention: AttentionConfig, n_v
     half of that in Kaplan et al. 2020, arXiv 2001.08361, table 1. In a layer with a sliding window even fewer keys are
     visible. The tanh of additive scores and a convolution are not counted.
     """
-    with torch.device("meta"):
-        model = GPT(config, attention, n_vocab, END_OF_TEXT)
+    model = without_memory(config, attention, n_vocab)
     uncounted = re.compile(r".*(\.table\..+|\.taps)")
     products = [each for name, each in model.blocks.named_parameters() if each.dim() >= 2 and not uncounted.match(name)]
     matrices = sum(parameter.numel() for parameter in products)

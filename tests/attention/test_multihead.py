@@ -267,7 +267,7 @@ def test_value_embeddings_are_added_to_the_values_and_to_nothing_else(kind):
     assert torch.equal(embedding(source, torch.float64), torch.zeros(B, T, D).double())  # at the start
     with torch.no_grad():
         embedding.mix.fill_(0.7)
-        embedding.embedding_weight.normal_()
+        (embedding.projection or embedding.table).weight.normal_()
     added = 0.7 * (source @ embedding.projection.weight.T if kind == "projection" else embedding.table.weight[source])
     shared = SharedInputs(first_value=first, value_source=source)
     query, key, value, _ = layer.project(x, shared=shared)

@@ -17,7 +17,7 @@ from andrea.__main__ import main
 from andrea.checkpoint import locate
 from andrea.config import to_plain
 from andrea.evaluation.results import FILE, Figure, append_figures, read_figures, table_lines
-from andrea.generation.packed_weights import library
+from andrea.generation.packed_layers import library
 from andrea.text.sources import texts_at
 
 T = 97  # sequence_length: a choice of a task has fewer bytes

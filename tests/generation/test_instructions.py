@@ -21,7 +21,7 @@ from test_packed_weights import (  # noqa: F401 (collected here too)
     test_what_is_not_finite_stays_visible_in_8_bits,
 )
 
-from andrea.generation import packed_weights
+from andrea.generation import packed_layers
 from andrea.runtime.native import REASONS
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only the flags of x86 are known")
@@ -35,6 +35,6 @@ def other_processor(request):
     with pytest.MonkeyPatch.context() as patch:
         forget()
         patch.setenv("CXX", f"g++ {WITHOUT[request.param]}")
-        assert packed_weights.library() is not None, REASONS
+        assert packed_layers.library() is not None, REASONS
         yield
     forget()

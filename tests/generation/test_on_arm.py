@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from andrea.generation.packed_weights import SOURCE
+from andrea.generation.packed_layers import SOURCE
 from andrea.runtime.native import FLAGS, NATIVE
 
 TWINS = Path(__file__).with_name("decode_twins.cpp")

@@ -14,26 +14,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from andrea.attention import multihead
-from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packed_weights
+from andrea.generation import Engine, Request, Sampling, next_logits_uncached, packed_layers, packed_model
 from andrea.generation.engine import Window, step
-from andrea.generation.packed_weights import (
+from andrea.generation.packed_layers import (
     BLOCK,
     FEW_ROWS,
     GROUP,
     Int4Linear,
     Int8Linear,
-    NativeAttention,
     NativeLinear,
     NativeRMSNorm,
     OneDNNLinear,
-    PackedGPT,
     TorchInt8Linear,
     has_onednn,
     int8_linear,
-    pack,
     quantised,
     quantised_in_4_bits,
 )
+from andrea.generation.packed_model import NativeAttention, PackedGPT, pack
 from andrea.model.gpt import GPT, RMSNorm
 from andrea.runtime.native import compiled_library
 
@@ -68,7 +66,7 @@ ATTENTIONS["sink, layernorm"] = dataclasses.replace(ATTENTION, sink=True)
 
 @pytest.fixture(autouse=True)
 def there_is_a_compiler():
-    assert packed_weights.library() is not None, "g++ makes the kernels that are tested here; install it"
+    assert packed_layers.library() is not None, "g++ makes the kernels that are tested here; install it"
 
 
 def judge(ours: Tensor, readable: Tensor, exact: Tensor) -> None:
@@ -219,7 +217,7 @@ def test_the_largest_sums_fit_in_4_bits(n_in):
 @pytest.mark.parametrize("bias", [False, True])
 def test_many_rows_in_bf16(bias, multiplies, monkeypatch):
     """torch's product, and that of fp32 rounded once, where the processor does not multiply in bf16."""
-    monkeypatch.setattr("andrea.generation.packed_weights.cpu_multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("andrea.generation.packed_layers.cpu_multiplies_bf16", lambda: multiplies)
     x, weight, added = (draw(*shape).bfloat16() for shape in ((40, 67), (13, 67), (13,)))
     added = added if bias else None
     in_fp32 = functional.linear(x.float(), weight.float(), None if added is None else added.float())
@@ -362,7 +360,7 @@ def test_a_tied_head_and_the_embedding_are_one_memory():
 def test_compiled_decoding_packs_in_8_bits_alone(compiler, monkeypatch):
     """Whether or not there are kernels that would serve."""
     if not compiler:
-        monkeypatch.setattr(packed_weights, "has_native", lambda weight: False)
+        monkeypatch.setattr(packed_model, "has_native", lambda weight: False)
     for dtype in DTYPES:
         model = make_model(dataclasses.replace(CONFIG, n_layer=1)).to(dtype).requires_grad_(False)
         assert pack(model, bits=None, compiled=True) is model
@@ -375,7 +373,7 @@ def test_on_a_card_matrices_of_8_bits_have_one_product_for_queries_keys_and_valu
     """As plain ones have: the same texts, from modules that share their memory."""
     model, tokens = make_model(LIKE_GPT2).requires_grad_(False), torch.arange(7)[None]
     expected = PackedGPT(copy.deepcopy(model), bits=8, native=False)(tokens)
-    for module in (packed_weights, multihead):
+    for module in (packed_model, multihead):
         monkeypatch.setattr(module, "one_product_is_faster", lambda x: True)
     packed = PackedGPT(model, bits=8, native=False)
     for block in packed.model.blocks:
@@ -386,7 +384,7 @@ def test_on_a_card_matrices_of_8_bits_have_one_product_for_queries_keys_and_valu
         assert storages == {attention.side_by_side.weight.untyped_storage().data_ptr()}
     called = []
     monkeypatch.setattr(
-        packed_weights.TorchInt8Linear, "forward", lambda self, x: called.append(self) or self.readable(x)
+        packed_layers.TorchInt8Linear, "forward", lambda self, x: called.append(self) or self.readable(x)
     )
     assert torch.allclose(packed(tokens), expected, atol=1e-5)
     for block in packed.model.blocks:
@@ -459,7 +457,7 @@ def fresh_library():
 
 
 def forget():
-    packed_weights.library.cache_clear()
+    packed_layers.library.cache_clear()
     compiled_library.cache_clear()
 
 
@@ -468,7 +466,7 @@ def forget():
 def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    assert packed_weights.library() is None
+    assert packed_layers.library() is None
     request = Request(max_new_tokens=9, sampling=Sampling(temperature=0))
     for dtype in DTYPES:
         engine = Engine(make_model(), TOKENIZER, dtype=dtype)
@@ -483,6 +481,6 @@ def test_without_a_compiler_decoding_is_torch_s(compiler, fresh_library, monkeyp
 def test_a_cache_that_cannot_be_written_is_done_without(fresh_library, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert packed_weights.library() is not None
+    assert packed_layers.library() is not None
     layer = NativeLinear(draw(5, 3), None)
     torch.testing.assert_close(layer(draw(1, 3)), draw(1, 3) @ draw(5, 3).mT)

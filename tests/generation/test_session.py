@@ -17,9 +17,8 @@ from tiny_checkpoint import make_model, write_model
 
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
-from andrea.generation.packed_weights import library
-from andrea.generation.prompt import read_prompt
-from andrea.generation.session import check_device_offers, decoding_dtype, sample
+from andrea.generation.packed_layers import library
+from andrea.generation.session import check_device_offers, decoding_dtype, read_prompt, sample
 from andrea.runtime.native import compiled_library
 from andrea.text.tokenizer import ByteTokenizer
 

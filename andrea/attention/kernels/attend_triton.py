@@ -198,10 +198,7 @@ def load_block(
 @triton.jit
 def head_of(source, b, h, stride_b, stride_h, DESCRIPTORS: tl.constexpr):
     """The argument `source` of `load_block` for one head."""
-    if DESCRIPTORS:
-        return source
-    else:
-        return source + b * stride_b + h * stride_h
+    return source if DESCRIPTORS else source + b * stride_b + h * stride_h
 
 
 @triton.jit
@@ -232,21 +229,10 @@ def modified(s, rows, keys, start, cap, slope, CAPPED: tl.constexpr, SLOPED: tl.
 
 
 @triton.jit
-def load_slope(slopes, h, SLOPED: tl.constexpr):
-    if SLOPED:
-        return tl.load(slopes + h)
-    else:
-        return 0.0
-
-
-@triton.jit
 def log2_weight(s, base, PRECISION: tl.constexpr):
     """(s - base) log2(e). For 16-bit inputs this is one fused multiply-add. In full fp32 the difference is computed first,
     because the difference is exact where the weight is large."""
-    if PRECISION == "ieee":
-        return (s - base) * LOG2_E
-    else:
-        return s * LOG2_E - base * LOG2_E
+    return (s - base) * LOG2_E if PRECISION == "ieee" else s * LOG2_E - base * LOG2_E
 
 
 # -------------------------------------------------------------------------------------------------------- forward
@@ -309,7 +295,7 @@ def forward_kernel(
 
     q_tile = load_tile(q + b * q_b + h * q_h, rows, T, q_t, tl.arange(0, PADDED_QK), D_QK, PADDED_QK, True)
     g = h // GROUP
-    slope = load_slope(slopes, h, SLOPED)
+    slope = tl.load(slopes + h) if SLOPED else 0.0
     k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
     carried = (
         tl.zeros([BLOCK_M, PADDED_V], tl.float32),
@@ -429,7 +415,7 @@ def keys_kernel(
     carried = tl.zeros([BLOCK_N, PADDED_QK], tl.float32), tl.zeros([BLOCK_N, PADDED_V], tl.float32)
     for member in tl.range(0, GROUP):
         h = g * GROUP + member
-        slope = load_slope(slopes, h, SLOPED)
+        slope = tl.load(slopes + h) if SLOPED else 0.0
         low, full_low, high = 0, 0, T
         if MODE == CAUSAL:  # key n is visible from row n - start on
             low = tl.maximum(n0 - start, 0) // BLOCK_M * BLOCK_M
@@ -515,7 +501,7 @@ def queries_kernel(
     row = bh.to(tl.int64) * T
     log_sum, row_delta = load_row_sums(lse + row, delta + row, rows, T)
     g = h // GROUP
-    slope = load_slope(slopes, h, SLOPED)
+    slope = tl.load(slopes + h) if SLOPED else 0.0
     k_head, v_head = head_of(k, b, g, k_b, k_h, DESCRIPTORS), head_of(v, b, g, v_b, v_h, DESCRIPTORS)
     dq_tile = tl.zeros([BLOCK_M, PADDED_QK], tl.float32)
     bounds = (low, full_low, full_high, high)
@@ -711,9 +697,7 @@ def query_ranges(query: Tensor, value: Tensor, first: Tensor, stop: Tensor) -> T
     end = (begin + block).clamp(max=n_key)
     keys = torch.cat([begin + 1, end]).expand(*first.shape[:2], -1).contiguous()
     low, full_low = torch.searchsorted(stop, keys, out_int32=True).chunk(2, -1)  # rows with stop <= begin; stop < end
-    full_high, high = torch.searchsorted(first, keys, out_int32=True).chunk(
-        2, -1
-    )  # rows with first <= begin; first < end
+    full_high, high = torch.searchsorted(first, keys, out_int32=True).chunk(2, -1)  # first <= begin; first < end
     return torch.stack([low, full_low, full_high, high], dim=-1)
 
 

@@ -191,18 +191,6 @@ def steps(first: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if first is None else first.stride()[:3]
 
 
-def check_layout(
-    projected: Tensor, taps: Tensor, first: Tensor | None, cosine: Tensor | None, sine: Tensor | None
-) -> None:
-    """Assert what the kernels take for granted of the tensors' memory."""
-    assert projected.is_contiguous() and taps.is_contiguous(), (projected.stride(), taps.stride())
-    assert first is None or first.stride(-1) == 1, first.stride()
-    if cosine is not None:
-        n_token, width = projected.shape[1], taps.shape[1]
-        assert cosine.shape == sine.shape == (n_token, width), (cosine.shape, sine.shape)
-        assert cosine.stride() == sine.stride() and cosine.stride(1) == 1, (cosine.stride(), sine.stride())
-
-
 @torch.library.custom_op("andrea::prepared_heads", mutates_args=())
 def prepared_heads(
     projected: Tensor,
@@ -222,8 +210,12 @@ def prepared_heads(
     (T, D) fp32, the sines of the first half negative; None: no rotation. epsilon: of the norm of queries and keys. scale:
     the queries' factor after it. D is a power of two.
     """
-    check_layout(projected, taps, first, cosine, sine)
     (n_batch, n_token, _), width, results = projected.shape, taps.shape[1], []
+    assert projected.is_contiguous() and taps.is_contiguous(), (projected.stride(), taps.stride())
+    assert first is None or first.stride(-1) == 1, first.stride()
+    if cosine is not None:
+        assert cosine.shape == sine.shape == (n_token, width), (cosine.shape, sine.shape)
+        assert cosine.stride() == sine.stride() and cosine.stride(1) == 1, (cosine.stride(), sine.stride())
     turn_t = 0 if cosine is None else cosine.stride(0)
     for start, n_part, is_value in heads_of_parts(n_head, (len(taps) - n_head) // 2):
         z = projected.new_empty(n_batch, n_token, n_part, width)
@@ -302,8 +294,7 @@ def keep(ctx, inputs, output) -> None:
 def differentiate(ctx, d_query: Tensor, d_key: Tensor, d_value: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     d_projected, d_taps, d_first, d_share = prepared_heads_backward(d_query, d_key, d_value, *tensors, *ctx.numbers)
-    has_mix = tensors[2] is not None
-    mix = (d_first, d_share) if has_mix else (None, None)
+    mix = (None, None) if tensors[2] is None else (d_first, d_share)
     return d_projected, d_taps, *mix, None, None, None, None, None
 
 
