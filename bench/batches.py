@@ -40,7 +40,7 @@ def ours(chosen: argparse.Namespace, n_text: int) -> float:
     from andrea.checkpoint.model import open_model
     from andrea.generation import Engine, Request, Sampling
     from andrea.generation.batching import Batch, BatchedText
-    from andrea.generation.session import BITS
+    from andrea.generation.sample_command import BITS
 
     _, model, tokenizer = open_model(
         chosen.checkpoint, chosen.runs, torch.device("cpu"), False, report=lambda line: None

@@ -36,7 +36,7 @@ from common import (
 
 from andrea.generation import Engine, Request, Sampling
 from andrea.generation.packed_layers import NativeLinear, has_native
-from andrea.generation.session import BITS
+from andrea.generation.sample_command import BITS
 from andrea.runtime.device import LargePages
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -29,7 +29,7 @@ from andrea.checkpoint import write_checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import group_config, to_plain
 from andrea.generation import Engine, Request, Sampling
-from andrea.generation.session import BITS
+from andrea.generation.sample_command import BITS
 from andrea.text.tokenizer import RankTokenizer
 
 N_ALONE = 20  # requests, one after another, whose first token is compared with that under load

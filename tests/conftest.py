@@ -82,7 +82,7 @@ TINY = [
 
 # Files whose tests use links, pipes, forks, limits, permissions or signals that Windows lacks. Not collected there.
 NEEDS_POSIX = [
-    "api/test_own_parts.py",
+    "api/test_user_classes.py",
     "checkpoint/test_find.py",
     "checkpoint/test_folder.py",
     "checkpoint/test_sharded_checkpoint.py",

@@ -18,7 +18,7 @@ from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
 from andrea.config.keys import suggestion
 from andrea.generation.engine import Engine
-from andrea.generation.session import check_batch, describe, last_tokens, make_engine, request_of
+from andrea.generation.sample_command import check_batch, describe, last_tokens, make_engine, request_of
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device

@@ -18,8 +18,8 @@ from andrea.config import RunConfig, UserError, lay_over, parse, to_plain
 from andrea.config.keys import chosen_groups, flatten
 from andrea.config.parse import check_combinations, parse_values
 from andrea.runtime.code_cache import torch_cache_folder
-from andrea.runtime.own_parts import allowing
 from andrea.runtime.program import module_command, module_environment
+from andrea.runtime.user_classes import allowing
 
 CONVERSATIONS = ("chat", "python_chat")  # kinds of data
 # Of the rates of a new model. andrea-nano ends, after 400 steps of python_chat, at 0.182, 0.168 and 0.169 bits per byte with

@@ -47,7 +47,7 @@ from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
 from andrea.config import UserError
 from andrea.runtime.device import AMPERE, capability_of
-from andrea.runtime.own_parts import is_own, own_class
+from andrea.runtime.user_classes import is_own, own_class
 
 
 class Compatibility(nn.Module, ABC):

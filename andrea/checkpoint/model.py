@@ -15,7 +15,7 @@ from andrea.checkpoint.tensors import Damaged
 from andrea.config import AttentionConfig, ModelConfig, UserError, parse
 from andrea.model.gpt import GPT
 from andrea.model.lora import A, B, is_factor, merged_weight
-from andrea.runtime.own_parts import allowing, is_own, source_sha256
+from andrea.runtime.user_classes import allowing, is_own, source_sha256
 from andrea.text.tokenizer import Tokenizer
 
 WEIGHT_TYPES = {"F32", "BF16", "F16", "F64"}  # as safetensors calls them
@@ -60,13 +60,13 @@ def load_model(checkpoint: Checkpoint, tokenizer: Tokenizer) -> GPT:
             raise Damaged(f"{checkpoint.path} is damaged: {name} has type {min(wrong)}, which weights cannot have")
     plain = dataclasses.replace(model_config, lora_rank=0)
     model = GPT(plain, attention_config, tokenizer.n_vocab, tokenizer.end_of_text)  # its buffers are computed
-    load_results(model, checkpoint)
+    load_final_weights(model, checkpoint)
     for change in changed_own_parts(checkpoint, model_config, attention_config):
         print(f"changed since training: {change}", file=sys.stderr)
     return model.eval().requires_grad_(False)
 
 
-def load_results(model: GPT, checkpoint: Checkpoint, merged: bool = True, n_added: int = 0) -> None:
+def load_final_weights(model: GPT, checkpoint: Checkpoint, merged: bool = True, n_added: int = 0) -> None:
     """Copy the weights that are the result of the checkpoint's run into the model.
 
     merged: factors of LoRA in the checkpoint are added to their matrices. The model's own factors stay as they are.

@@ -39,7 +39,7 @@ def sample(argv: list[str]) -> int:
         config = dataclasses.replace(config, **{key: value for key, value in CHAT_SAMPLING.items() if key not in typed})
 
     from andrea.generation.chat_session import talk
-    from andrea.generation.session import sample
+    from andrea.generation.sample_command import sample
     from andrea.runtime.device import choose_device, choose_threads
     from andrea.runtime.shared_cores import sharing_cores
 

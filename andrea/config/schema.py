@@ -40,7 +40,7 @@ class PathText(Text):
 
 
 class DottedPath(Text):
-    """Type of a key that may name a user's own class: my_module.MyClass. runtime/own_parts.py imports the class."""
+    """Type of a key that may name a user's own class: my_module.MyClass. runtime/user_classes.py imports the class."""
 
 
 def is_dotted_path(value: str) -> bool:

@@ -15,8 +15,8 @@ from andrea.config import UserError
 from andrea.evaluation.results import Figure
 from andrea.evaluation.scoring import Subject
 from andrea.generation.engine import Engine, Request
+from andrea.generation.sample_command import make_engine
 from andrea.generation.sampling import Sampling
-from andrea.generation.session import make_engine
 from andrea.runtime.files import from_json, lines_of
 from andrea.text.chat import ROLES, ChatTokenizer, Turn, fitting_prompt
 from andrea.text.formats import turns_of

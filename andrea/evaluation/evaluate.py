@@ -13,7 +13,7 @@ from andrea.evaluation.chat import chat_figures
 from andrea.evaluation.harness.run import run_tasks
 from andrea.evaluation.results import TEXT_METRIC, Figure, append_figures, run_of, table_lines
 from andrea.evaluation.scoring import Subject, bits_per_byte, load_subject
-from andrea.generation.session import bytes_of_weights
+from andrea.generation.sample_command import bytes_of_weights
 from andrea.runtime.device import choose_threads
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.corpus import held_out_of_run

@@ -19,7 +19,7 @@ from andrea.checkpoint.model import open_model
 from andrea.config import UserError
 from andrea.generation.batching import TokenScore, token_score
 from andrea.generation.packed_model import PackedGPT
-from andrea.generation.session import make_engine
+from andrea.generation.sample_command import make_engine
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
 from andrea.text.tokenizer import Tokenizer

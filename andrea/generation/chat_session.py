@@ -18,7 +18,7 @@ import torch
 
 from andrea.config import SampleConfig, UserError, readable_path
 from andrea.generation.engine import Engine, Request
-from andrea.generation.session import ReaderEnded, ask, open_engine, read_prompt, request_of, show, take_lines
+from andrea.generation.sample_command import ReaderEnded, ask, open_engine, read_prompt, request_of, show, take_lines
 from andrea.runtime.files import StorageFailed, replace_text, storing
 from andrea.runtime.program import typed_command
 from andrea.runtime.streams import tell

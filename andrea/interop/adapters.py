@@ -25,7 +25,7 @@ from torch import Tensor
 
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.folder import read_small_json
-from andrea.checkpoint.model import load_results
+from andrea.checkpoint.model import load_final_weights
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
 from andrea.interop.architectures import TOLERANCE, Trained, renamed
@@ -72,7 +72,7 @@ class Peft(Target):
             raise UserError("to=peft: the run also trained the embedding, which factors do not hold; use to=hf")
         self.layers = {place: (reader.read(stored[place + A]), reader.read(stored[place + B])) for place in places}
         gpt = copy.deepcopy(trained.gpt)
-        load_results(gpt, trained.checkpoint, merged=False)
+        load_final_weights(gpt, trained.checkpoint, merged=False)
         self.trained, self.base = trained, HuggingFace(dataclasses.replace(trained, gpt=gpt), dtype)
         self.base_name = base_name(trained.checkpoint)
         self.what, self.why, self.share = f"PEFT's adapter of {self.base.chosen.name}", self.base.why, TOLERANCE

@@ -24,7 +24,7 @@ from andrea.interop.gguf import Gguf
 from andrea.interop.hugging_face.target import HuggingFace, write_json
 from andrea.interop.proof import MOST_TOKENS, ComparedText, Proof, Target, compared_text, prove, read_text
 from andrea.runtime.files import StorageFailed, publish_folder, reading, staging_path, storing
-from andrea.runtime.own_parts import is_own
+from andrea.runtime.user_classes import is_own
 
 PROOF_FAILED = 1  # exit code
 TARGETS: dict[str, type[Target]] = {"hf": HuggingFace, "gguf": Gguf, "peft": Peft}

@@ -40,7 +40,7 @@ from andrea.attention.multihead import FIRST_SHARE
 from andrea.config import AttentionConfig, ModelConfig, UserError
 from andrea.model.lora import add_factors
 from andrea.model.transfer import WRITES_RESIDUAL, Transfer
-from andrea.runtime.own_parts import is_own, own_class
+from andrea.runtime.user_classes import is_own, own_class
 
 # -------------------------------------------------------------------------------------------------------------- dropout
 # Dropout of what the blocks add to x. The random numbers are a function of a seed per sequence. A block adds two

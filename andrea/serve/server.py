@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from andrea.checkpoint.model import open_model
 from andrea.config import ServeConfig, UserError
 from andrea.generation.batching import Batch
-from andrea.generation.session import describe, make_engine
+from andrea.generation.sample_command import describe, make_engine
 from andrea.runtime.streams import at_words
 from andrea.serve.app import Served, is_loopback, make_app
 from andrea.serve.errors import RequestError, to_json

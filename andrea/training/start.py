@@ -14,7 +14,7 @@ from torch import nn
 
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.find_and_prune import mark_and_prune, set_aside_after
-from andrea.checkpoint.model import load_results
+from andrea.checkpoint.model import load_final_weights
 from andrea.config import PathText, RunConfig, Text, UserError
 from andrea.model import GPT, initialise
 from andrea.model.lora import initialise_factors, train_vocabulary
@@ -182,7 +182,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, source: Checkpoint | Non
     """The model on the CPU: of `source`, new if `fresh`, otherwise meaningless until a checkpoint is loaded."""
     model = blank_model(config, tokenizer)
     if source is not None:
-        load_results(model, source, n_added=tokenizer.n_vocab - source.tokenizer().n_vocab)
+        load_final_weights(model, source, n_added=tokenizer.n_vocab - source.tokenizer().n_vocab)
         initialise_factors(model, torch.Generator().manual_seed(config.seed))
     elif fresh:
         initialise(model, torch.Generator().manual_seed(config.seed), Transfer.of(config.model, config.optimizer))

@@ -24,10 +24,10 @@ from andrea.config import RunConfig, to_plain
 from andrea.config.keys import own_values
 from andrea.runtime.files import StorageFailed, storing
 from andrea.runtime.free_and_peak_memory import peak_memory_bytes
-from andrea.runtime.own_parts import is_own
 from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.runtime.shared_cores import sharing_cores
 from andrea.runtime.system import HANG_UP, rename
+from andrea.runtime.user_classes import is_own
 from andrea.text.corpus import Corpus
 from andrea.text.shards import DataLost
 from andrea.training.evaluation import Evaluator, finite_or_none, scalars

@@ -22,7 +22,7 @@ from andrea.attention import (
     make_compatibility,
 )
 from andrea.config import UserError
-from andrea.runtime.own_parts import allowing
+from andrea.runtime.user_classes import allowing
 
 
 def test_hand_solved_scores():

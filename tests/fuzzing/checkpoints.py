@@ -18,8 +18,8 @@ from andrea.checkpoint import read_checkpoint, write_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import AttentionConfig, RunConfig, parse, to_plain
 from andrea.generation.engine import Engine, Request
+from andrea.generation.sample_command import describe
 from andrea.generation.sampling import Sampling
-from andrea.generation.session import describe
 from andrea.text.tokenizer import train_bpe
 from fuzzing.composed import composed, tiny_model
 from fuzzing.raw_values import DEEP, damaged, json_text, numbers, replaced, wild_json

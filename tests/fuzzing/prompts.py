@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from andrea.api.command_line import read
 from andrea.config import SampleConfig, lay_over, parse
 from andrea.generation.engine import Engine, Request
+from andrea.generation.sample_command import read_prompt
 from andrea.generation.sampling import Sampling
-from andrea.generation.session import read_prompt
 from andrea.text.load_tokenizer import load_gpt2
 from andrea.text.tokenizer import ByteTokenizer, Tokenizer, train_bpe, without_surrogates
 from fuzzing.composed import composed, tiny_model

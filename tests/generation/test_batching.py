@@ -12,7 +12,7 @@ from test_engine import TOKENIZER, make_model
 
 from andrea.generation import Engine, GeneratedToken, Request, Sampling
 from andrea.generation.batching import MOST_READS, Batch, BatchedText
-from andrea.generation.session import BITS
+from andrea.generation.sample_command import BITS
 
 CONFIGS = {
     name: dataclasses.replace(config, sequence_length=19) for name, config in test_packed_weights.CONFIGS.items()

@@ -29,8 +29,8 @@ from andrea.insight.compare.runs import LeftOut, Run, axes_of, find_run_folders,
 from andrea.insight.html import fill_template, json_for_script
 from andrea.insight.lens.scores import NAMES
 from andrea.runtime.files import replace_text, storing
-from andrea.runtime.own_parts import allowing
 from andrea.runtime.streams import at_words, printable
+from andrea.runtime.user_classes import allowing
 from andrea.training.records import AXES, Logger
 from andrea.training.records.console import format_number
 

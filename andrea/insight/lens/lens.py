@@ -15,7 +15,7 @@ from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import LensConfig, UserError
 from andrea.generation.engine import Engine
-from andrea.generation.session import last_tokens, read_prompt
+from andrea.generation.sample_command import last_tokens, read_prompt
 from andrea.insight.lens.page import (
     MOST_TOKENS_PATCHED,
     Head,

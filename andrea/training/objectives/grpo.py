@@ -36,7 +36,7 @@ from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT, CallBlock
 from andrea.model.lora import merge
 from andrea.runtime.device import WEIGHT_DTYPE
-from andrea.runtime.own_parts import is_own, own_function
+from andrea.runtime.user_classes import is_own, own_function
 from andrea.text.chat import ROLES, ChatTokenizer, Turn
 from andrea.text.corpus import Corpus
 from andrea.text.loader import permute

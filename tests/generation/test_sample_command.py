@@ -18,7 +18,7 @@ from tiny_checkpoint import make_model, write_model
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
 from andrea.generation.packed_layers import library
-from andrea.generation.session import check_device_offers, decoding_dtype, read_prompt, sample
+from andrea.generation.sample_command import check_device_offers, decoding_dtype, read_prompt, sample
 from andrea.runtime.native import compiled_library
 from andrea.text.tokenizer import ByteTokenizer
 
@@ -311,11 +311,11 @@ def test_a_cpu_decodes_in_bf16_where_our_kernels_serve_the_model(monkeypatch):
     model = make_model()
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32, "int4": torch.float32}
     assert {asked: decoding_dtype(asked, model) for asked in kinds} == kinds
-    monkeypatch.setattr("andrea.generation.session.library", object)
+    monkeypatch.setattr("andrea.generation.sample_command.library", object)
     assert decoding_dtype("auto", model) == torch.bfloat16
-    monkeypatch.setattr("andrea.generation.session.is_built_in", lambda model: False)
+    monkeypatch.setattr("andrea.generation.sample_command.is_built_in", lambda model: False)
     assert decoding_dtype("auto", model) == torch.float32
     monkeypatch.undo()
     monkeypatch.setattr("andrea.runtime.device.cpu_multiplies_bf16", lambda: False)
-    monkeypatch.setattr("andrea.generation.session.library", lambda: None)
+    monkeypatch.setattr("andrea.generation.sample_command.library", lambda: None)
     assert decoding_dtype("auto", model) == torch.float32
