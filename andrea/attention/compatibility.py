@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.mask import Mask
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import AttentionStatistics
@@ -369,18 +370,7 @@ def refusal_of_triton(case: Case) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------------------- heads
-# Shared heads, and the layouts that our kernels in Triton and C++ read and write. B batch, H heads, T queries, D head width.
-
-
-def repeated_for_query_heads(keys: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys (..., G, S, d) to (..., H, S, d) for query (..., H, T, d): query head h reads key head h // (H / G).
-
-    For what has no kernel: kernels read the head that H / G query heads share in place (grouped-query attention: Ainslie et
-    al. 2023, arXiv 2305.13245).
-    """
-    if keys.ndim < 3 or keys.shape[-3] == query.shape[-3]:
-        return keys
-    return keys.repeat_interleave(query.shape[-3] // keys.shape[-3], dim=-3)
+# The layouts that our kernels in Triton and C++ read and write. B batch, H heads, T queries, D head width.
 
 
 def as_batch_of_heads(tensor: Tensor) -> Tensor:

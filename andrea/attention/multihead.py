@@ -18,7 +18,8 @@ from torch.nn.functional import linear, pad, rms_norm
 
 from andrea.attention.attend import attend
 from andrea.attention.cache import LayerCache
-from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct, repeated_for_query_heads
+from andrea.attention.compatibility import Compatibility, DotProduct, ScaledDotProduct
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.implementations import native
 from andrea.attention.implementations.triton import DTYPES, HAS_TRITON, WIDEST_HEAD, runs_on
 from andrea.attention.mask import Causal, Mask, SlidingWindow

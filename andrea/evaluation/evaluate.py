@@ -17,8 +17,9 @@ from andrea.generation.sample_command import bytes_of_weights
 from andrea.runtime.device import choose_threads
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.corpus import held_out_of_run
+from andrea.text.held_out import HELD_OUT_FILE
 from andrea.text.python_chat import python_chat_in
-from andrea.text.sources import HELD_OUT_FILE, texts_at
+from andrea.text.sources import texts_at
 from andrea.text.tokenizer import Tokenizer
 
 TEXT_TASK, CHAT_TASKS = "bpb", ("chat", "python_chat")  # the tasks that need no lm-eval

@@ -45,7 +45,8 @@ from andrea.generation.packed_layers import (
     has_onednn,
     int8_linear,
 )
-from andrea.model.gpt import GPT, MLP, Position, RMSNorm, RotaryPosition, SwiGLU, softcap
+from andrea.model.gpt import GPT, MLP, RMSNorm, SwiGLU, softcap
+from andrea.model.positions import Position, RotaryPosition
 from andrea.runtime.device import LargePages
 from andrea.runtime.native import POINTER, address
 

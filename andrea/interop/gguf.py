@@ -30,7 +30,8 @@ from andrea.interop.architectures import (
 )
 from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_tokens
 from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
-from andrea.model.gpt import GPT, scaled
+from andrea.model.gpt import GPT
+from andrea.model.positions import scaled
 from andrea.text.chat import CHAT_TEMPLATE, END
 from andrea.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from andrea.config import group_config
-from andrea.model.gpt import LearnedPosition, RotaryPosition, make_position, scaled
+from andrea.model.positions import LearnedPosition, RotaryPosition, make_position, scaled
 
 NANO = group_config("model", "andrea-nano")
 LENGTH, D = 31, 10

@@ -21,8 +21,9 @@ from andrea.config import DataConfig, TokenizerConfig, UserError
 from andrea.text import encodings
 from andrea.text.corpus import open_corpus
 from andrea.text.encodings import whole_blocks
+from andrea.text.held_out import is_held_out
 from andrea.text.listing import Findings
-from andrea.text.sources import Source, is_held_out
+from andrea.text.sources import Source
 
 
 def many(count: int) -> dict[str, bytes]:

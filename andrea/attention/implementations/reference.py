@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Case, Compatibility, Result, repeated_for_query_heads
+from andrea.attention.compatibility import Case, Compatibility, Result
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.mask import Mask, positions, visible_keys
 from andrea.attention.modifiers import ScoreModifiers
 from andrea.attention.statistics import statistics_of_scores

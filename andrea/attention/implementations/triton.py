@@ -11,7 +11,8 @@ import os
 import torch
 from torch import Tensor
 
-from andrea.attention.compatibility import Case, Result, as_batch_of_heads, refusal_of_triton, repeated_for_query_heads
+from andrea.attention.compatibility import Case, Result, as_batch_of_heads, refusal_of_triton
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.mask import Causal, positions, visible_interval
 from andrea.attention.modifiers import alibi_slopes
 from andrea.attention.statistics import AttentionStatistics, sees, sink_mass_of

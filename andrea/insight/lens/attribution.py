@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 
 from andrea.attention import Cosine
 from andrea.insight.lens.trace import LayerTrace, attend_as, block_outputs
-from andrea.model.gpt import GPT, LearnedPosition
+from andrea.model.gpt import GPT
+from andrea.model.positions import LearnedPosition
 
 # ------------------------------------------------------------------------------------------------ parts of the stream
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from andrea.attention import Additive, MultiHeadAttention, SharedInputs, attend_reference
-from andrea.attention.compatibility import Compatibility, repeated_for_query_heads
+from andrea.attention.compatibility import Compatibility
+from andrea.attention.grouped_query import repeated_for_query_heads
 from andrea.attention.implementations.chunked import additive_scores
 from andrea.attention.implementations.reference import Intermediates
 from andrea.model.gpt import GPT, Block
