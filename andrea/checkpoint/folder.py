@@ -216,6 +216,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, read_state(path), is_sharded)
 
 
+def model_name(checkpoint: Path) -> str:
+    """The name of the run that a checkpoint's folder belongs to; the folder's own name outside of a run."""
+    return (checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint).name
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The checked content of a checkpoint's state.json. No other file is read. Raises Damaged."""
     with opening(path):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from andrea.checkpoint import Damaged, checkpoints_of
+from andrea.checkpoint.folder import model_name
 from andrea.config import RunsConfig, UserError, nearest
 from andrea.insight.compare.comparison import NO_FIGURE, data_name, terminal_table
 from andrea.insight.compare.runs import NOT_RUNS, result_of, stored_numbers
@@ -284,8 +285,7 @@ def names_of_parents(run: Path, config: dict[str, Any]) -> list[str]:
     paths of checkpoints are known. config: the run's."""
     began = mark_of(run).get("init_from")
     paths = [*([Path(began)] if isinstance(began, str) and began else []), *teachers_of(config)]
-    names = [path.parent.parent.name if path.parent.name == "checkpoints" else path.name for path in paths]
-    return list(dict.fromkeys(names))  # the reference of an objective is also what the run began from
+    return list(dict.fromkeys(map(model_name, paths)))  # the reference of an objective is also what the run began from
 
 
 def earlier_names(run: Path) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from andrea.checkpoint import Checkpoint
-from andrea.checkpoint.folder import read_small_json
+from andrea.checkpoint.folder import model_name, read_small_json
 from andrea.checkpoint.model import load_final_weights
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
@@ -140,9 +140,7 @@ def base_name(checkpoint: Checkpoint) -> str:
     named = "base"
     with suppress(OSError, ValueError, LookupError, TypeError):
         named = str(read_small_json(checkpoint.path.resolve().parent.parent / "run.json")["init_from"])
-    path = Path(named)
-    name = path.parent.parent.name if path.parent.name == "checkpoints" else path.name
-    return re.sub(r"[^\w.-]", "-", name) + "-hf"
+    return re.sub(r"[^\w.-]", "-", model_name(Path(named))) + "-hf"
 
 
 # ----------------------------------------------------------------------------------------------------------- the import

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint, locate
-from andrea.checkpoint.folder import removed_on_failure
+from andrea.checkpoint.folder import model_name, removed_on_failure
 from andrea.checkpoint.model import configs_of, load_model
 from andrea.config import ExportConfig, UserError, as_typed, to_plain
 from andrea.interop.adapters import Peft
@@ -73,17 +73,11 @@ def publish(staging: Path, folder: Path, record: dict[str, Any]) -> None:
 
 def folder_of(config: ExportConfig, checkpoint: Checkpoint) -> Path:
     """The folder to write. Raises UserError if it exists."""
-    name = f"{name_of(checkpoint)}-{config.to}"
+    name = f"{model_name(checkpoint.path.resolve())}-{config.to}"
     folder = Path(config.out).expanduser() if config.out else Path(config.runs_dir) / name
     if os.path.lexists(folder):
         raise UserError(f"{folder} exists; remove it, or name another folder with out=…")
     return folder
-
-
-def name_of(checkpoint: Checkpoint) -> str:
-    """The name of the run, or of a checkpoint's folder outside a run."""
-    path = checkpoint.path.resolve()
-    return path.parents[1].name if path.parent.name == "checkpoints" else path.name
 
 
 def load_trained(checkpoint: Checkpoint) -> Trained:
@@ -103,7 +97,7 @@ def load_trained(checkpoint: Checkpoint) -> Trained:
     for block in gpt.blocks:
         block.attention.implementation = "reference"
     gpt.end_of_text = None  # other programs, like generation here, read a text as one document
-    return Trained(name_of(checkpoint), checkpoint, gpt, attention, tokenizer)
+    return Trained(model_name(checkpoint.path.resolve()), checkpoint, gpt, attention, tokenizer)
 
 
 def proof_of(trained: Trained, target: Target, folder: Path, text: ComparedText) -> tuple[Proof | None, str]:

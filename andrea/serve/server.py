@@ -15,6 +15,7 @@ import torch
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from andrea.checkpoint.folder import model_name
 from andrea.checkpoint.model import open_model
 from andrea.config import ServeConfig, UserError
 from andrea.generation.batching import Batch
@@ -156,7 +157,7 @@ def load_one(config: ServeConfig, device: torch.device) -> tuple[Served, list[st
         f"{config.max_running} texts at a time, {way}; their keys and values take {batch.n_cache_bytes / 2**20:,.0f} MiB; "
         f"{config.max_waiting} more may wait",
     ]
-    name = config.served_name or checkpoint.path.parent.parent.name
+    name = config.served_name or model_name(checkpoint.path.resolve())
     about = {
         "max_model_len": model.config.sequence_length,
         "tokenizer": tokenizer.identity,
