@@ -18,29 +18,24 @@ from statistics import median
 
 from common import RESULTS, ROOT, Worker, write_record
 
-# Name -> program, its words (of both checkouts, or of this and of the other), and the name of its contestant.
+# Name -> program, its words, and the name of its contestant.
 WORKLOADS = {
-    "train andrea-nano as it is in each, 4,096 tokens in a step": (
+    "train andrea-nano": (
         "train.py",
-        ("--model andrea-nano --batch 8 --steps 10 --vocabulary 4096 --compile blocks --optimizer muon",
-         "--model andrea-nano --batch 16 --steps 10 --vocabulary 4096 --compile blocks --optimizer muon"),
+        "--model andrea-nano --batch 8 --steps 10 --vocabulary 4096 --compile blocks --optimizer muon",
         "andrea, auto, blocks compiled, muon",
     ),
-    "train andrea-nano-2026-11": (
+    "train andrea-120m": (
         "train.py",
-        "--model andrea-nano-2026-11 --batch 16 --steps 10 --vocabulary 4096 --optimizer muon",
-        "andrea, auto, compiled, muon",
+        "--model andrea-120m --batch 4 --compile blocks --optimizer adamw",
+        "andrea, auto, blocks compiled, adamw",
     ),
-    "train andrea-120m-2026-11": (
-        "train.py", "--model andrea-120m-2026-11 --batch 2 --optimizer muon", "andrea, auto, compiled, muon",
-    ),
-    "generate andrea-120m-2026-11, bf16": ("generate.py", "--model andrea-120m-2026-11", "andrea, bf16"),
-    "generate andrea-120m-2026-11, int8": ("generate.py", "--model andrea-120m-2026-11", "andrea, int8"),
-}  # fmt: skip
+    "generate andrea-120m, bf16": ("generate.py", "--model andrea-120m", "andrea, bf16"),
+    "generate andrea-120m, int8": ("generate.py", "--model andrea-120m", "andrea, int8"),
+}
 
 
-def start(checkout: Path, program: str, words: str | tuple[str, str], name: str) -> Worker:
-    words = words if isinstance(words, str) else words[checkout != ROOT]
+def start(checkout: Path, program: str, words: str, name: str) -> Worker:
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     return Worker(name, [f"bench/{program}", *words.split()], cwd=checkout, env=environment)
 
