@@ -35,7 +35,7 @@ from andrea.attention import (
     sliding_window,
 )
 from andrea.attention.compatibility import repeated_for_query_heads
-from andrea.model.gpt import RotaryPosition
+from andrea.model.positions import RotaryPosition
 
 STATISTICS = ("log_sum_exp", "largest_logit", "entropy_nats")
 MASSES = ("first_token_mass", "previous_token_mass")

@@ -238,7 +238,7 @@ def make_compatibility(name: str, n_head: int, d_head: int, n_kv_head: int | Non
         constructor.bind(**arguments)
     except TypeError as error:
         raise UserError(
-            f"{KEY}={name} cannot be made: its constructor is {error}; it may have the arguments {', '.join(offered)}"
+            f"{KEY}={name} cannot be made: {error}; its constructor may have the arguments {', '.join(offered)}"
         ) from None
     if is_own(name):
         check_own(name, kind, tuple(arguments.items()), n_head, d_head, n_kv_head or n_head)

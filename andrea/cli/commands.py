@@ -160,7 +160,9 @@ def with_action(words: list[str]) -> list[str]:
     names = words[1 : 1 + len(needed)]
     if len(names) < len(needed) or any("=" in name for name in names):
         usage = {"delete": "delete NAME confirm=true", "rename": "rename NAME NEW"}[action]
-        raise UserError(f"`runs {action}` needs a name: {typed_command('runs')} {usage}")
+        raise UserError(
+            f"`runs {action}` needs {len(needed)} name{'s' * (len(needed) > 1)}: {typed_command('runs')} {usage}"
+        )
     found = [f"{key}={name}" for key, name in zip(needed, names, strict=True)] or ["disk=true"]
     return found + words[1 + len(needed) :]
 

@@ -137,7 +137,7 @@ def launch(fixed: list[str], varied: list[str], group: str, folder: Path, for_hy
     numbered = [f"+value{number}={word.partition('=')[2]}" for number, word in enumerate(varied)]
     quiet = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled", "hydra.output_subdir=null"]
     place = [f"hydra.sweep.dir=${{oc.env:{FOLDER}}}", "hydra.sweep.subdir=."]  # Hydra cannot read each path in a word
-    argv = sys.argv
+    argv, full_error = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = [sys.argv[0], "--multirun", *quiet, *place, *for_hydra, *numbered]
     os.environ[FOLDER] = str(folder.resolve())
     os.environ[FULL_ERROR] = "1"  # otherwise Hydra prints its errors itself and exits with code 1
@@ -148,6 +148,9 @@ def launch(fixed: list[str], varied: list[str], group: str, folder: Path, for_hy
         raise UserError(f"{' '.join(for_hydra) or 'the sweep'} is refused by Hydra: {reason}") from None
     finally:
         sys.argv = argv
+        os.environ.pop(FULL_ERROR)
+        if full_error is not None:
+            os.environ[FULL_ERROR] = full_error
 
 
 def run_name(own: list[str], group: str) -> str:

@@ -157,7 +157,7 @@ class NativeBlocks:
             n_head=first.n_head,
             n_kv_head=first.n_kv_head,
             d_head=config.head_width,
-            activation=ACTIVATIONS.index(config.mlp),
+            activation=ACTIVATIONS.index("swiglu" if isinstance(model.blocks[0].mlp, SwiGLU) else config.mlp),
             value_residual=config.value_residual,
             n_mixed=config.qkv_convolution or 0,
             parallel_residual=config.parallel_residual,
@@ -341,7 +341,8 @@ def pack(model: GPT, bits: int | None, compiled: bool) -> GPT | PackedGPT:
 def is_built_in(model: GPT) -> bool:
     """Whether the model has no class of the user's own. Packing does not know how such a class uses its layers."""
     block = model.blocks[0]
-    return type(block.mlp) in (MLP, SwiGLU) and type(block.attention.compatibility) in BUILT_IN.values()
+    is_mlp = isinstance(block.mlp, SwiGLU) or (type(block.mlp) is MLP and model.config.mlp in ACTIVATIONS)
+    return is_mlp and type(block.attention.compatibility) in BUILT_IN.values()
 
 
 def bytes_of_matrices(model: GPT, bits: int | None) -> int:

@@ -212,10 +212,10 @@ def upload(folder: Path, repository: str, is_private: bool, replaced: tuple[str,
     except ImportError:
         reason = "huggingface_hub cannot be imported; run: pip install huggingface_hub"
         raise not_uploaded(folder, reason, repository, is_private) from None
-    if huggingface_hub.get_token() is None:
-        reason = "this machine has no token of the hub; run: hf auth login, or set HF_TOKEN"
-        raise not_uploaded(folder, reason, repository, is_private)
     try:
+        if huggingface_hub.get_token() is None:
+            reason = "this machine has no token of the hub; run: hf auth login, or set HF_TOKEN"
+            raise not_uploaded(folder, reason, repository, is_private)
         api = huggingface_hub.HfApi()
         url = api.create_repo(repository, private=is_private, exist_ok=True)
         visibility = "private" if api.model_info(repository).private else "public"
@@ -225,6 +225,8 @@ def upload(folder: Path, repository: str, is_private: bool, replaced: tuple[str,
             commit_message="Export by ANDREA",
             delete_patterns=list(replaced) or None,
         )
+    except UserError:
+        raise
     except Exception as error:  # it has many: no network, a token that may not write, a name that is not allowed
         raise not_uploaded(folder, reason_of(error), repository, is_private) from None
     return f"uploaded to {url}, which is {visibility}"

@@ -55,7 +55,8 @@ def configure_compiler(device: torch.device) -> None:
     from torch._functorch import config as autograd_settings
     from torch._inductor import config as compiler_settings
 
-    autograd_settings.autograd_cache_allow_custom_autograd_functions = True
+    if hasattr(autograd_settings, "autograd_cache_allow_custom_autograd_functions"):  # private, and may go
+        autograd_settings.autograd_cache_allow_custom_autograd_functions = True
     if device.type == "cpu" and sys.platform == "linux" and gcc_version() >= RELIABLE_GCC:
         compiler_settings.cpp.vec_isa_ok = True
 

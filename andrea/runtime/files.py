@@ -76,7 +76,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "check the disk")
+        is_denied = error.errno in (errno.EACCES, errno.EPERM)
+        remedy = "make it readable" if is_denied else REMEDIES.get(error.errno or 0, "check the disk")
         raise StorageFailed(f"{path} cannot be read: {error.strerror or error}", f"{remedy}, then try again") from error
 
 

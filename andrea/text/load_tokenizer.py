@@ -304,7 +304,8 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer | C
     if end is None:
         end = named_end(file.parent, ids)
     if type(end) is not int:
-        raise UserError(f"{file.parent} names no end-of-text token; copy {', '.join(CONFIGS)} too")
+        named = f"in {', '.join(CONFIGS)}, nor by a usual name ({', '.join(USUAL_ENDS)})"
+        raise UserError(f"{file.parent} names no end-of-text token {named}; copy the files beside tokenizer.json too")
     n_vocab = n_vocab or max(ids.values(), default=0) + 1
     if [ids.get(name) for name in SPECIAL] != list(range(n_vocab - len(SPECIAL), n_vocab)):
         return HfTokenizer(content, end, n_vocab, file)

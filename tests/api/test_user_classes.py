@@ -213,7 +213,7 @@ if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] ==
             "attention.compatibility=my_module.Gated",
             "must be a subclass of andrea.attention.compatibility.Compatibility",
         ),
-        ("attention.compatibility=my_module.Wanting", "its constructor is missing a required argument: 'n_planets'"),
+        ("attention.compatibility=my_module.Wanting", "missing a required argument: 'n_planets'"),
         ("attention.compatibility=my_module.Compatibility", "cannot be made: it has no method `scores`"),
         ("model.mlp=my_module.not_a_class", "not_a_class is 3; it must be a subclass of torch.nn"),
         ("model.mlp=my_module.Buffered", "has the buffer mean"),
