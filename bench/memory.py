@@ -31,7 +31,13 @@ from andrea.training.records.run_folder import read_lines
 
 TOKENIZERS = {"andrea-nano": "bpe", "andrea-12m": "byte", "andrea-120m": "gpt2", "andrea-480m": "byte"}
 MICRO_BATCHES = (1, 2, 4)
-NUMBERS = (("fp32", "off"), ("bf16", "off"), ("bf16", "on"), ("bf16", "blocks"))  # (precision, torch.compile)
+NUMBERS = (
+    ("fp32", "off"),
+    ("fp32", "on"),
+    ("bf16", "off"),
+    ("bf16", "on"),
+    ("bf16", "blocks"),
+)  # (precision, torch.compile)
 TEXT = Path(argparse.__file__).with_name("_pydecimal.py")  # on every machine, and short
 
 

@@ -144,7 +144,7 @@ def keep_freed_memory() -> None:
     """Let this process keep the memory of freed tensors for new ones, instead of returning it to the system; glibc only.
 
     By default glibc returns large blocks at once, and the next training step on a CPU requests them again page by page.
-    This took a seventh of the step's time at andrea-120m (bench/README.md). Memory is fragmented: `resident_share` in
+    This took a seventh of the step's time at andrea-120m (bench/README.md). Memory is fragmented: `RESIDENT_SHARE` in
     training/planning/memory.py.
     """
     set_malloc({MALLOC_MMAP_MAX: 0, MALLOC_TRIM_THRESHOLD: 2**31 - 1, MALLOC_TOP_PAD: 2**26})

@@ -22,7 +22,7 @@ from andrea.training.evaluation import probe
 from andrea.training.loss.loss import training_loss_sum
 from andrea.training.optimizer import Optimizer
 from andrea.training.parallel.ranks import Parallel
-from andrea.training.planning.memory import EVALUATION_SHARE, Memory, resident_share
+from andrea.training.planning.memory import EVALUATION_SHARE, RESIDENT_SHARE, Memory
 
 pytestmark = pytest.mark.untraced
 
@@ -132,7 +132,7 @@ def test_memory_of_options_is_what_the_allocator_really_hands_out(option, precis
     passes()
     how = {"micro_batch": 7, "precision": precision, "optimizer": "muon", "on_cpu": True}
     plan = plan_memory(config, attention, V, **how)
-    assert plan.activations / resident_share("off", False) == pytest.approx(allocated_at_most(passes), rel=0.1)
+    assert plan.activations / RESIDENT_SHARE["off"] == pytest.approx(allocated_at_most(passes), rel=0.1)
     muon = Optimizer(Parallel(model), configure(RunConfig, "train", []).optimizer, bf16=False)
     muon.step(1.0, torch.tensor(True))
     state = sum(each.numel() for name, each in muon.state_tensors().items() if not name.endswith("/step"))
@@ -185,7 +185,7 @@ def test_activations_are_what_the_allocator_really_hands_out(precision, recomput
     passes()  # gradients are there from now on
     how = {"micro_batch": 7, "precision": precision, "optimizer": "adamw", "recompute": recompute, "on_cpu": True}
     plan = plan_memory(config, replace(ATTENTION, qk_clip=qk_clip), V, **how)
-    assert plan.activations / resident_share("off", recompute) == pytest.approx(allocated_at_most(passes), rel=0.1)
+    assert plan.activations / RESIDENT_SHARE["off"] == pytest.approx(allocated_at_most(passes), rel=0.1)
 
 
 @pytest.mark.parametrize(("mlp", "d_mlp"), [("relu2", 384), ("swiglu", 384), ("swiglu", 96)])

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from andrea.attention.attend import WRITTEN_OUT_KEYS
 from andrea.attention.multihead import operators_of_a_card
 from andrea.config import AttentionConfig, ModelConfig, RunConfig, UserError
 from andrea.model.gpt import GPT
@@ -40,20 +41,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32} 
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
 PROGRAM_BYTES = 480 * 2**20  # resident memory without tensors: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
-EVALUATION_SHARE = 1.8  # resident memory of the evaluation for each byte of its tensors: see `resident_share`
+EVALUATION_SHARE = 1.8  # resident memory of the evaluation for each byte of its tensors: see RESIDENT_SHARE
 DISTILLATION_COPIES = 5  # of all logits, in fp32: of a teacher, their mean, the model's, their gradient, a temporary
 COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
-
-
-def resident_share(compiled: str, recompute: bool) -> float:
-    """On a CPU: resident memory of a pass for each byte of an eager pass's tensors, an upper bound of what was measured.
-
-    glibc keeps the memory of freed tensors, and fills their holes only in part, because each tensor begins at a multiple of 64
-    bytes: an eager step takes nearly twice its tensors. Compiled code makes fewer of them. compiled: off, on, blocks.
-    """
-    if compiled == "on":
-        return 0.8 if recompute else 0.6
-    return 1.05 if compiled == "blocks" else 1.9
+# Resident memory of a pass for each byte of an eager pass's tensors, by `compile`: an upper bound of what was measured. glibc
+# keeps the memory of freed tensors, and fills their holes only in part, because each tensor begins at a multiple of 64 bytes: an
+# eager step takes nearly twice its tensors. Compiled code makes fewer of them.
+RESIDENT_SHARE = {"off": 1.9, "on": 0.8, "blocks": 1.05}
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     rank holds it whole; the loss then holds all logits.
 
     On a CPU, Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
-    without a kernel. A pass takes `resident_share` of its tensors. On a GPU compiled code is planned like eager code, which is
+    without a kernel. A pass takes RESIDENT_SHARE of its tensors. On a GPU compiled code is planned like eager code, which is
     an upper bound.
 
     With FSDP2, each of the ranks keeps 1/ranks of weights and optimizer state. Gradients are summed over ranks once a step;
@@ -112,9 +106,14 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     as much as a single device (DDP's buckets are the gradients themselves).
     """
     attention, precision, n_teacher = config.attention, placement.precision, len(config.train.teachers)
-    # A fused implementation runs on its own device only; `auto` keeps as little memory.
-    if attention.implementation not in ("reference", "chunked"):
-        attention = dataclasses.replace(attention, implementation="auto")
+    share, on_cpu = placement.ranks if placement.sharded else 1, placement.device.type == "cpu"
+    compiled = choose_compile(config.compile, placement.device, flops_of_run(config, n_vocab)).value
+    # A fused implementation runs on its own device only; `auto` keeps as little memory. Compiled code for a CPU may write out
+    # the scores of few keys in fp32.
+    few_keys = precision == "fp32" and config.model.sequence_length <= WRITTEN_OUT_KEYS
+    written_out = attention.implementation == "reference" or (on_cpu and compiled != "off" and few_keys)
+    if attention.implementation != "chunked":
+        attention = dataclasses.replace(attention, implementation="reference" if written_out else "auto")
     with torch.device("meta"):
         model = GPT(config.model, attention, n_vocab, END_OF_TEXT)
     matrices = Counter(
@@ -125,13 +124,11 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     muon = config.optimizer.kind == "muon" and bool(matrices)  # LoRA's factors are AdamW's
     state = 2 * n_trained - (sum(n * rows * columns for (rows, columns), n in matrices.items()) if muon else 0)
     state += n_trained if config.optimizer.average_half_life is not None else 0
-    share, on_cpu = placement.ranks if placement.sharded else 1, placement.device.type == "cpu"
-    compiled = choose_compile(config.compile, placement.device, flops_of_run(config, n_vocab)).value
     # On a GPU our kernel measures the heads without materialising the scores.
     observing, recompute = on_cpu and attention.qk_clip is not None, config.train.activation_checkpointing
     how = precision, recompute, observing, placement.sharded, placement.device.type == "cuda"
     activations = pass_bytes(config.model, attention, n_vocab, micro_batch, *how)
-    activations = round(resident_share(compiled, recompute) * activations) if on_cpu else activations
+    activations = round(RESIDENT_SHARE[compiled] * activations) if on_cpu else activations
     if n_teacher:
         activations += DISTILLATION_COPIES * 4 * micro_batch * config.model.sequence_length * n_vocab
     return Memory(
