@@ -70,8 +70,11 @@ def there_is_a_compiler():
 
 
 def judge(ours: Tensor, readable: Tensor, exact: Tensor) -> None:
-    """At most twice the readable path's error, both against float64, plus one unit in the last place of the largest."""
-    unit = exact.abs().max() * torch.finfo(readable.dtype).eps
+    """At most twice the readable path's error, both against float64, plus a unit in the last place of the largest.
+
+    In fp32 three units: how much torch's products err depends on the processor.
+    """
+    unit = (3 if readable.dtype == torch.float32 else 1) * exact.abs().max() * torch.finfo(readable.dtype).eps
     error, allowed = (ours.double() - exact).abs().max(), (readable.double() - exact).abs().max()
     assert error <= 2 * allowed + unit, (float(error), float(allowed), float(unit))
 

@@ -352,8 +352,11 @@ GROWING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 9}}, "the step 'Replace'"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [], "pretokenizers": [GROWING]}}, "the step 'Replace'"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROWING] * 9}}, "the unknown step 'Replace'"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [], "pretokenizers": [GROWING]}},
+            "the unknown step 'Replace'",
+        ),
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 9}}, "too many steps"),
         ({"model": {"continuing_subword_prefix": "éé"}}, "a model with continuing_subword_prefix"),
         ({"model": {"dropout": 0.5}}, "a model with dropout"),

@@ -77,8 +77,9 @@ def assert_errs_no_more_than_readable(loss, cap: float | None, tied: bool, preci
         fast = results(lambda *given: loss(*given, precision), model, hidden, targets, torch.float32)
     for name, truth in exact.items():
         error, allowed = ((other[name].double() - truth).abs().max() for other in (fast, readable))
-        last_place = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float32).eps * truth.abs().max()
-        assert fast[name].dtype == torch.float32 and error <= 2 * allowed + last_place, name
+        # In fp32 three units in the last place: how much torch's products err depends on the processor.
+        unit = torch.finfo(torch.bfloat16).eps if precision == "bf16" else 3 * torch.finfo(torch.float32).eps
+        assert fast[name].dtype == torch.float32 and error <= 2 * allowed + unit * truth.abs().max(), name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
