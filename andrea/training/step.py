@@ -63,6 +63,7 @@ class TrainingStep:
     def __post_init__(self) -> None:
         assert isinstance(self.config.train.micro_batch, int), "auto is resolved before the step is made"
         self.ranks = self.parallel.ranks
+        self.n_sequence = self.config.sequences_per_step
         self.micro_batch = self.config.train.micro_batch  # halved where memory runs out
         self.clipped_heads = torch.zeros((), device=self.device)  # by QK-clip, since they were last read
         self.prefetched: tuple[int, Batch] | None = None  # a number of steps, and the batch that follows them
@@ -80,7 +81,7 @@ class TrainingStep:
     def read_batch(self, step: int) -> Batch:
         if self.objective is not None and (drawn := self.objective.draw(step, self.parallel.model)) is not None:
             return drawn
-        n = self.config.sequences_per_step
+        n = self.n_sequence
         first, count, most_rows = self.ranks.local_rows(n)
         tokens, targets = self.loader.batch(step * n + first, count)
         seeds = self.loader.sample_seeds(step * n + first, count)
