@@ -197,9 +197,8 @@ def capability_of(device: torch.device) -> int:
 @torch.compiler.assume_constant_result
 def cpu_multiplies_bf16() -> bool:
     """Whether the processor has instructions for products of bf16 numbers."""
-    if (
-        torch.backends.cpu.get_cpu_capability() != "AVX512"
-    ):  # ATEN_CPU_CAPABILITY may hold torch to less than the processor
+    # ATEN_CPU_CAPABILITY may hold torch to less than the processor.
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
