@@ -1,7 +1,5 @@
 """ANDREA: a mini GPT training framework built around attention. docs/python-api.md shows how each name here is used."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

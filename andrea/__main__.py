@@ -1,7 +1,5 @@
 """`andrea COMMAND [key=value …]` and `python -m andrea COMMAND …`: a table of commands, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ checks the key against the dataclasses of `andrea.config`, and sets the value in
 unchanged, byte for byte. `config.parse` knows the type of each key and converts numbers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import typing

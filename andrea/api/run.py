@@ -1,7 +1,5 @@
 """Trains the run that words of the form key=value describe: a new one, or a resumed one. Loads torch after the first checks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

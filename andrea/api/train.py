@@ -1,7 +1,5 @@
 """Training from Python: the same run as with `train.py`, inside the caller's process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

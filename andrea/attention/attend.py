@@ -15,8 +15,6 @@ tensor([[0.9000, 0.1000, 0.0000]])
 tensor([[1100.]])
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

@@ -31,8 +31,6 @@ The example defines a new function, the dot product divided by a learned tempera
 True
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

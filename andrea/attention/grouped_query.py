@@ -3,8 +3,6 @@
 Kernels read the shared head in place; what has no kernel repeats the heads with this function.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

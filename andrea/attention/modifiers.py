@@ -11,8 +11,6 @@ not their positions. A modifier sees the score, the position i of the query, the
 With both, the cap comes first, so that it does not limit the distances.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

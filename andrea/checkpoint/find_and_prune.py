@@ -1,7 +1,5 @@
 """Finds checkpoints: the newest or the best of a run, or the one that a user names; decides which of a run are kept."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

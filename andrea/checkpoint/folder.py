@@ -15,8 +15,6 @@ A checkpoint is written to a staging folder, flushed to the disk and renamed. A 
 No pickle is ever read or written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A GPT from a checkpoint, for inference."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable

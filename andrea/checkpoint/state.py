@@ -1,7 +1,5 @@
 """The fields of `state.json`, and their check: whoever writes a checkpoint can write the checksums of its files too."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import types

@@ -9,8 +9,6 @@ A file's header gives, for each tensor, the row of the whole tensor at which the
 of torch.distributed.checkpoint, whose HuggingFaceStorageReader can read the files too.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

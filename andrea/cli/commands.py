@@ -1,7 +1,5 @@
 """The commands: each reads its configuration and calls the package."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Turns an exception of a command into one line and an exit code."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

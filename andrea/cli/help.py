@@ -1,7 +1,5 @@
 """`--help`: the keys of the commented YAML files, each as a user would type it, with its default and its comment."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ jobs of a cluster (hydra/launcher=submitit_slurm). Hydra receives only the value
 checks its own values. Each run is a separate process, so a run that fails does not end the others.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -3,8 +3,6 @@
 path: the dotted key of the group. `parse.check_combinations` raises the first message as a UserError.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Dotted keys (train.steps): their types, those that were removed, names in other 
 the values of each choice. The fingerprint of the keys that decide what a run learns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """The only parser of configurations, from plain mappings to frozen dataclasses. All other code reads the dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

@@ -4,8 +4,6 @@ The YAML files under configs/ hold the values and a comment for each key. Keys w
 those files and from configurations saved by older versions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -4,8 +4,6 @@ For each turn of the assistant the model reads the turns before it, with their r
 at each step (temperature 0) until <|end|>.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

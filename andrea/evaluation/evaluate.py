@@ -1,7 +1,5 @@
 """The command `evaluate`: bits per byte and tasks of lm-eval for a checkpoint, printed and added to the run's records."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -4,8 +4,6 @@ RUN/evaluations.jsonl has one line for each figure. A later figure of the same q
 earlier one when they are read, so an evaluation can be repeated.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Continuations are scored in batches, and with the keys and values of a context t
 K tokens is predicted from the context in front of it. N tokens of a row, T = sequence_length, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

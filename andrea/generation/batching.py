@@ -8,8 +8,6 @@ batch, so every text is decoded alone.
 V: vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ command (HELP). A line that ends with a backslash goes on in the next line. Ctrl
 a second one the session.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 B texts, T new tokens, H query heads, G key/value heads, D = d_head.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import weakref

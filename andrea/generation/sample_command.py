@@ -3,8 +3,6 @@
 Standard output receives the texts alone, each a prompt with its continuation. Everything else goes to standard error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 B samples, V vocabulary, N tokens so far. A token that a rule excludes gets the logit -inf.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """HTML pages that hold their style, script and data in one file and load nothing from a network."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

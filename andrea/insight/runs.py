@@ -1,7 +1,5 @@
 """The command `python -m andrea runs`: the runs of a folder, the newest first, as a table or in a narrow terminal as a list."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -7,8 +7,6 @@ MODULE is a module's name in the class of transformers. An adapter becomes part 
 a folder is executed, and nothing is fetched: only a base that lies on this machine is found.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

@@ -4,8 +4,6 @@ A stock class is chosen where it computes the same function. Otherwise the expor
 modeling_andrea.py, with Llama's names. V vocabulary, D width of a head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 With the model card, and the upload to Hugging Face's hub.
 """
 
-from __future__ import annotations
-
 import html
 import os
 import re

@@ -4,8 +4,6 @@ D = d_head. llama.cpp turns neighbouring entries of a query in the architecture 
 in the others. The rows of the matrices of queries and keys are reordered for the first kind.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from collections.abc import Sequence

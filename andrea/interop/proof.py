@@ -4,8 +4,6 @@ T tokens, V vocabulary. The judge is our model in fp32, with the weights rounded
 bits changes nothing of what is demanded of logits, and its cost in bits per byte is given apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

@@ -6,8 +6,6 @@ model.parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(
 2204.06745, section 2.1).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

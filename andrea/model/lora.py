@@ -11,8 +11,6 @@ Fused code that reads W itself asks `is_plain` (attention/multihead.py), which r
 values are then three products. All that comes after these products is as without factors.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator

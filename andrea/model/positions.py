@@ -4,8 +4,6 @@ B batch, T tokens, S = sequence_length, H heads, D = d_head. A forward pass uses
 int, or a 0-d tensor in compiled decoding, or a tensor (B,) for sequences of different lengths.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad

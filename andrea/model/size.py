@@ -1,7 +1,5 @@
 """Parameters and FLOPs of a model. They are counted on the model itself, built on the meta device without memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass

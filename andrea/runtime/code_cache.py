@@ -1,7 +1,5 @@
 """Folders of compiled code that only this user can write to. Whoever can write to such a folder runs code as this user."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import getpass

@@ -1,7 +1,5 @@
 """All use of torch.compile: its settings, the decision to compile a run, and the function that compiles."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

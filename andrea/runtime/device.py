@@ -1,7 +1,5 @@
 """The device of a run, its CPU threads, the precision of matrix products, and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

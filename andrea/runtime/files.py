@@ -5,8 +5,6 @@ the old content or the new content. It may also leave a staging file, which no r
 it.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

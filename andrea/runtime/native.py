@@ -6,8 +6,6 @@ is kept next to it. A library with another checksum is compiled again. A folder 
 used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """A function in a process of its own, within limits: for libraries that somebody's file can make abort, hang or fill the memory."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

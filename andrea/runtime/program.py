@@ -1,7 +1,5 @@
 """The commands that start this program: as a user types them, and as the program starts new processes. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -10,8 +10,6 @@ the cores are free again. The number of threads stays, and with it every figure.
 This module imports no torch: GNU OpenMP reads the number of spins when torch loads it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -7,8 +7,6 @@ A terminal obeys control characters: they change its title, clear the screen or 
 that a model writes may hold them. On a terminal they are therefore escaped, whoever prints them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -2,8 +2,6 @@
 
 `read_at`, in text/shards.py, has two forms too."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -5,8 +5,6 @@ code records it in a file. After the restart each rank finds the file and exits 
 anything. A second file names the run folder, in which a restarted run continues.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

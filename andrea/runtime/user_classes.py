@@ -5,8 +5,6 @@ enters with the paths on its own command line. A path that comes only from a che
 line has trust=true.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

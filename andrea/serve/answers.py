@@ -1,7 +1,5 @@
 """From tokens to OpenAI's answers: whole ones and the chunks of a stream, of completions and of chats."""
 
-from __future__ import annotations
-
 import codecs
 import time
 import uuid

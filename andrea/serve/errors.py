@@ -1,7 +1,5 @@
 """Errors of a request, in OpenAI's form. A message names what came by its key, and never repeats a text of the user."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ A text is tokenized once, at /v1/andrea/tokens, and from then on the page works 
 S tokens before the one asked for, L layers, H heads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import dataclasses

@@ -1,7 +1,5 @@
 """From the body of a request to what the model shall write. Every key is checked; one that would be ignored is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

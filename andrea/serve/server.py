@@ -1,7 +1,5 @@
 """The command `serve`: load a checkpoint, say what is served, and answer requests until Ctrl-C."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

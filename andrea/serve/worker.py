@@ -1,7 +1,5 @@
 """The thread that runs the model. The server's other thread hands it the texts of requests, and gets their tokens back."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -9,8 +9,6 @@ bytes, and no text is encoded as one of them: "<|user|>" in a message is ordinar
 learned: its content and the <|end|> that follows. T = sequence_length.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

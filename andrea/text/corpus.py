@@ -11,8 +11,6 @@ written to a folder `….partial`, which is renamed when it is complete. Its pro
 process is killed, the next run continues after these shards, and the result has the same bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -4,8 +4,6 @@ No common library does both: pooch does not resume an interrupted download, and 
 sha256 of a downloaded file.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import re

@@ -1,7 +1,5 @@
 """Bytes of files as UTF-8 text: blocks that end after a line, recognised encodings, and conversion to UTF-8."""
 
-from __future__ import annotations
-
 import codecs
 import itertools
 import tempfile

@@ -12,8 +12,6 @@ A record is a line of JSON, an object of a JSON array, a row of a table or of a 
 The names stand for others, too (SINGLE, PAIRS). A field that the user names is read instead.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import gzip

@@ -4,8 +4,6 @@ A document is held out by the hash of its name. Of texts that stand on both side
 documents, the last tenth of each is held out. Conversations are never cut: a tenth of them is held out, or those of a file.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator

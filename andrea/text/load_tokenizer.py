@@ -4,8 +4,6 @@ Of other models only byte-level tokenizers are taken: those of GPT-2, Llama 3, Q
 Their tokens have known bytes, so bits per byte and text that is written token by token are exact.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

@@ -6,8 +6,6 @@ epoch contains every window of every source once. Each epoch has its own order o
 the documents from which they are cut, so that windows begin at other places when a text is read again.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 

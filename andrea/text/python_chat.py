@@ -7,8 +7,6 @@ A tenth is held out, and no question of it is in the training file. Of a fact so
 taught, but not in these words. Of a computed answer the operands are held out: the sum of these two numbers was not taught.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import itertools

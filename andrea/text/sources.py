@@ -5,8 +5,6 @@ does not limit the size of a file. Files and documents that are empty or not tex
 reports them.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ its id and its priority in merging. `train_bpe` trains new ranks; `load_gpt2` lo
 other models. A tokenizer is saved as `tokenizer.json` and, with ranks, `tokenizer.tiktoken`.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

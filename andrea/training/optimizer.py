@@ -6,8 +6,6 @@ weights nor state change; the host never waits for its value. Each rank updates 
 `parallel`; all other operations are elementwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

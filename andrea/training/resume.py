@@ -1,7 +1,5 @@
 """Runs that begin from a checkpoint: `resume` goes on with its run, `init_from` begins a new run from its weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

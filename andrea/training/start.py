@@ -1,7 +1,5 @@
 """Assembles the parts of a run from its configuration, and starts the trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time

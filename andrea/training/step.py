@@ -3,8 +3,6 @@
 N sequences of T tokens in a step: n of them on this rank, B in a micro-batch. L layers, H heads.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

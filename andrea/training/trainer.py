@@ -1,7 +1,5 @@
 """The training loop: its speed, requests to stop it, its checkpoints, and its end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

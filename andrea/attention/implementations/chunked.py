@@ -5,8 +5,6 @@ in chunks. Only A q, B k and w are kept, and the backward pass computes the tanh
 T queries, S keys, hidden width n.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Measure which implementation is fastest for the shapes of a case on the GPU at hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import warnings

@@ -4,8 +4,6 @@ attention in fp32 (kernels/attend_fp32.cpp).
 B sequences, H query heads, G key/value heads (G divides H), T queries and T keys, D the width of a head, K mixed tokens.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from pathlib import Path

@@ -6,8 +6,6 @@ T queries, S keys, H query heads, G key/value heads (G divides H), widths d_q, d
 front.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

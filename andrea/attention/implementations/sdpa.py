@@ -3,8 +3,6 @@
 H query heads, G key/value heads (G divides H), T queries, S keys.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

@@ -23,8 +23,6 @@ again. With SINK, the sink's logit joins the denominator after the last key; the
 of the keys alone. The sink's gradient is `sink_gradient`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

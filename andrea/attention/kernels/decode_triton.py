@@ -9,8 +9,6 @@ graph, reads few keys of a short text. Every program computes its query by itsel
 value, which it computes and appends to the cache; so no program waits for another. A second kernel joins the splits.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

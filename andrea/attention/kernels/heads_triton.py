@@ -14,8 +14,6 @@ that with the tokens behind. (One kernel for both computes each gradient K times
 65,536 tokens of 36 heads of width 64.) The gradients of taps and share are sums over all tokens: each program writes its part.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The command `lm_eval` knows only the models that lm-eval itself registers: versi
 This module registers ours, adds the folder of our tasks, and hands everything else over unchanged.
 """
 
-from __future__ import annotations
-
 import sys
 
 from andrea.config import UserError

@@ -1,7 +1,5 @@
 """Runs tasks of lm-eval on a model, and turns its results into figures."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds the data of a task beside its YAML file, from any working directory. lm-eval calls `questions` and `documents`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ L layers, H heads. The patterns and their thresholds are those by which the lens
 Training measures them about twenty times in a run, so a birth is known to within a twentieth of the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

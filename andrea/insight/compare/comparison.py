@@ -1,7 +1,5 @@
 """Computes what the terminal and the page show about the compared runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The page is one HTML file that holds its data, style and script, and loads nothing from a network.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ All figures come from `config.yaml`, `metrics.jsonl` and the newest checkpoint's
 read.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -15,8 +15,6 @@ narrow. `bench/scaling_fit.py` measures how often the intervals contain the true
 Shapes: n runs, K terms, P = 1 + 2 K parameters of the law, R fits, or parameter sets that are evaluated at once.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ changed layer, from the residual stream in a `LayerTrace`.
 B sequences, T tokens, L layers, H heads, D = d_head, V vocabulary, n changed copies of one prompt, C compared next tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

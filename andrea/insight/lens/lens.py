@@ -3,8 +3,6 @@
 T tokens, L layers, H heads.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

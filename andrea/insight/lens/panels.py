@@ -3,8 +3,6 @@
 B windows of held-out text, T tokens, L layers, H heads, D = d_head, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ B sequences, T tokens, L layers, H heads. Except for the entropy, each score def
 (`TARGETS`). The score is the weight on the targets, averaged over the queries that see at least one target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ the additive function its hidden width). The pass runs in the type of the weight
 cache.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Export to a folder that transformers loads: weights, configuration, tokenizer, and the model's code where it needs any."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -3,8 +3,6 @@
 The merges of byte-pair encoding come from the ranks of its tokens. Tokens are written as in GPT-2's files.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

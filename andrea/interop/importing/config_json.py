@@ -3,8 +3,6 @@
 Every setting that changes what the model computes is either represented or refused by its name in config.json.
 """
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Each family of transformers is one line of FAMILIES, by `model_type` of its conf
 has no counterpart here. V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

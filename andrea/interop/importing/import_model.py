@@ -1,7 +1,5 @@
 """The command `import`: another program's checkpoint as one of ours, compared with that program before it gets its name."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

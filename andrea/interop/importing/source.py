@@ -4,8 +4,6 @@ Pickles are not read, with one exception: nanoGPT's ckpt.pt, through torch's `we
 tensors and plain containers.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -8,8 +8,6 @@ patterns (attn.hook_pattern), but a changed pattern does not change the output, 
 the residual stream, on the projections and on what the heads write (attn.hook_z) do change the output.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, final

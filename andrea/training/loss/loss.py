@@ -4,8 +4,6 @@ Shapes: B sequences, T tokens, V vocabulary, L layers, H heads. A loss is a sum 
 number of targets over all micro-batches and ranks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ A window holds whole pairs: a chosen conversation, its rejected one, the next pa
 B windows, T tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import final
 

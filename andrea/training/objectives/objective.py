@@ -5,8 +5,6 @@ The rest of a run is the same for every objective: trainer, optimizer, ranks, ch
 B sequences, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 

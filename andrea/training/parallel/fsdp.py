@@ -1,7 +1,5 @@
 """FSDP2, torch's `fully_shard`: parameters sharded over S ranks. n matrices of one shape, R rows and C columns each."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable

@@ -5,8 +5,6 @@ thread, while the run continues. A step waits only until the rows are copied. Th
 written their files and rank 0 has renamed the folder. After a crash before that, the older checkpoints remain.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

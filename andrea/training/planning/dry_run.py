@@ -1,7 +1,5 @@
 """The output of `dry_run=true`: a run's parameters, FLOPs, memory by part and time, before it starts or is resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

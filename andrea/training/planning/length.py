@@ -4,8 +4,6 @@
 text is read, the second section plans the steps of a small text. `TimeBudget` keeps to train.max_minutes while the run trains.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from bisect import bisect_right

@@ -5,8 +5,6 @@ chosen values, and the list of the keys that were left `auto`; a resumed run cho
 has changed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable

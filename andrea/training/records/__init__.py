@@ -4,8 +4,6 @@ A record is one flat mapping of a step's figures. Every record has the keys step
 of different sizes can be compared on any of these axes.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The console: a live progress line on a terminal, and permanent lines for evaluations, samples and alerts."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

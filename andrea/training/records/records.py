@@ -1,7 +1,5 @@
 """Opens the loggers of a run, and passes every record to all of them."""
 
-from __future__ import annotations
-
 import platform
 import threading
 import time

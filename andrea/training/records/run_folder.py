@@ -4,8 +4,6 @@
 resume, the lines after the checkpoint's step are removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

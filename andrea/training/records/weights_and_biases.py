@@ -5,8 +5,6 @@ recorded offline. Any other error of wandb is raised once, after wandb's process
 line, and training continues without wandb.
 """
 
-from __future__ import annotations
-
 import contextlib
 import html
 import netrc

@@ -9,8 +9,6 @@ LARGEST_FIXED, where e^(-2 cap) is still far above the smallest fp32 number; the
 for larger caps, and without a cap.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
