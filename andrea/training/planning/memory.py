@@ -79,12 +79,13 @@ class Memory:
         """The peak: backward pass, optimizer's step or evaluation, whichever needs most.
 
         Rank 0 may validate while it holds the gathered model; the gradients of the step are freed before. Validation
-        gathers blocks and runs passes like a step. On a CPU the process keeps a step's memory while the heads are
-        measured, so the evaluation adds to the peak.
+        gathers blocks and runs passes like a step. On a CPU the process keeps a pass's memory while the optimizer, whose
+        stacks fit into none of its holes, needs more, and a step's while the heads are measured: both add to the peak.
         """
         kept = self.python_and_libraries + self.weights + self.optimizer
         passes = self.gathered + self.activations
-        step = self.gradients + max(passes, self.optimizer_step)
+        on_cpu = self.python_and_libraries > 0
+        step = self.gradients + (passes + self.optimizer_step if on_cpu else max(passes, self.optimizer_step))
         return kept + max(step, self.gathered_model + passes) + self.evaluation
 
 
@@ -97,7 +98,7 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     optimizer's step (`optimizer_step_bytes`), whichever needs more. A teacher counts as a model of the same size, and every
     rank holds it whole; the loss then holds all logits.
 
-    On a CPU, Python and libraries count, because they share the memory. The heads are measured one sequence at a time,
+    On a CPU both count, and Python and libraries, because they share the memory. The heads are measured one sequence at a time,
     without a kernel. A pass takes RESIDENT_SHARE of its tensors. On a GPU compiled code is planned like eager code, which is
     an upper bound.
 
