@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-LIKE_ITS_PEER = "--model andrea-12m --vocabulary 20000"  # small, and within 2 % of Hugging Face's number of parameters
+LIKE_ITS_PEER = "--model andrea-12m --vocabulary 30000"  # small, and within 2 % of Hugging Face's number of parameters
 
 
 @dataclass(frozen=True)
