@@ -47,7 +47,7 @@ COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
 # Resident memory of a pass for each byte of an eager pass's tensors, by `compile`: an upper bound of what was measured. glibc
 # keeps the memory of freed tensors, and fills their holes only in part, because each tensor begins at a multiple of 64 bytes: an
 # eager step takes nearly twice its tensors. Compiled code makes fewer of them.
-RESIDENT_SHARE = {"off": 1.9, "on": 0.8, "blocks": 1.05}
+RESIDENT_SHARE = {"off": 1.9, "on": 0.8, "blocks": 1.15}
 
 
 @dataclass(frozen=True)
