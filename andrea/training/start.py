@@ -24,7 +24,7 @@ from andrea.runtime.device import WEIGHT_DTYPE, choose_threads, keep_freed_memor
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.evaluation import Evaluator, Lens, check_sample_prompt, measures_every_step
+from andrea.training.evaluation import Evaluator, Lens, measures_every_step
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
 from andrea.training.loss.loss import MicroBatchLoss, load_teachers
@@ -329,3 +329,13 @@ def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_aut
     if checkpoint is None:
         return Progress(planned_steps=config.steps, follows_recipe=not config.init_from)
     return resumed_progress(checkpoint, saved_run(checkpoint, config), config, left_auto)
+
+
+def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for a prompt of the samples that is longer than the model's window, before training begins."""
+    n_token, n_window = len(tokenizer.encode(str(config.data.sample_prompt))), config.model.sequence_length
+    if config.train.sample_tokens and n_token > n_window:
+        raise UserError(
+            f"data.sample_prompt has {n_token} tokens, but the model sees at most model.sequence_length={n_window}; shorten "
+            f"data.sample_prompt, or write no samples with train.sample_tokens=0"
+        )
