@@ -42,7 +42,7 @@ class ScoreModifiers:
         return scores
 
 
-def capped(scores: Tensor, cap: float) -> Tensor:
+def capped(scores: Tensor, cap: float | Tensor) -> Tensor:
     """c·tanh(scores / c): about the score itself where it is small, and never beyond -c .. c."""
     return cap * torch.tanh(scores / cap)
 

@@ -687,5 +687,8 @@ def test_half_a_file_of_nanogpt(share: float, tmp_path: Path) -> None:
 )
 def test_a_file_of_nanogpt_holds_arrays_of_finite_numbers(weight: torch.Tensor, tmp_path: Path) -> None:
     torch.save({"model_args": {}, "model": {"transformer.wte.weight": weight}}, tmp_path / "ckpt.pt")
-    with pytest.raises(UserError, match=r"transformer.wte.weight is not an array of finite numbers"):
+    words = "transformer.wte.weight is not an array of finite numbers"
+    if weight.is_nested:  # torch 2.15 does not open it
+        words += "|holds more than tensors"
+    with pytest.raises(UserError, match=words):
         main(["import", f"from={tmp_path / 'ckpt.pt'}", f"out={tmp_path / 'in'}"])

@@ -51,10 +51,12 @@ def run(case: Case) -> Result:
 def score_mod_of(modifiers: ScoreModifiers, n_head: int, start: int, device: torch.device):
     """The modifiers as FlexAttention takes them: a function of one score, its sequence, head, query and key."""
     slopes = alibi_slopes(n_head, device)
+    # A tensor: a number that changes is compiled as a symbol, which FlexAttention does not take (torch 2.15).
+    cap = None if modifiers.softcap is None else torch.tensor(modifiers.softcap, device=device)
 
     def modify(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        if modifiers.softcap is not None:
-            score = capped(score, modifiers.softcap)
+        if cap is not None:
+            score = capped(score, cap)
         return score - slopes[h] * (i + start - j).abs() if modifiers.alibi else score
 
     return modify
