@@ -7,6 +7,7 @@ line, and training continues without wandb.
 
 import contextlib
 import html
+import logging
 import netrc
 import os
 import shlex
@@ -46,6 +47,7 @@ class Wandb(Logger):
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # with Python 3.14 it warns at exit: wandb ends it twice
         self.run: Any = None  # wandb's own run; None where wandb has failed
         self.run_id = run_id or uuid.uuid4().hex[:8]
         group = os.environ.get(GROUP) or (None if run_id else group)  # a run that goes on keeps the group that it has
