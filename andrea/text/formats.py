@@ -163,6 +163,12 @@ class BoundedGzip(gzip.GzipFile):
             raise TooCompressed
         return data
 
+    def readinto(self, buffer: memoryview) -> int:
+        """What a BufferedReader calls. Since Python 3.14 that of GzipFile does not call `read`."""
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
 
 def open_gzip(path: Path, trailing: set[str]) -> IO[bytes]:
     return io.BufferedReader(BoundedGzip(path, trailing), PIECE_BYTES)
