@@ -52,7 +52,7 @@ def score_mod_of(modifiers: ScoreModifiers, n_head: int, start: int, device: tor
     """The modifiers as FlexAttention takes them: a function of one score, its sequence, head, query and key."""
     slopes = alibi_slopes(n_head, device)
     # A tensor: a number that changes is compiled as a symbol, which FlexAttention does not take (torch 2.15).
-    cap = None if modifiers.softcap is None else torch.tensor(modifiers.softcap, device=device)
+    cap = None if modifiers.softcap is None else torch.full((), modifiers.softcap, device=device)
 
     def modify(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         if cap is not None:

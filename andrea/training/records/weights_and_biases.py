@@ -47,9 +47,8 @@ class Wandb(Logger):
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        logging.getLogger("opentelemetry").setLevel(
-            logging.ERROR
-        )  # with Python 3.14 it warns at exit: wandb ends it twice
+        # Of wandb's own figures: with Python 3.14 it warns at the end of the process that it was ended twice.
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         self.run: Any = None  # wandb's own run; None where wandb has failed
         self.run_id = run_id or uuid.uuid4().hex[:8]
         group = os.environ.get(GROUP) or (None if run_id else group)  # a run that goes on keeps the group that it has
