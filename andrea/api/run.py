@@ -17,6 +17,7 @@ from andrea.config.parse import check_combinations, parse_values
 from andrea.runtime.code_cache import torch_cache_folder
 from andrea.runtime.program import module_command, module_environment
 from andrea.runtime.user_classes import allowing
+from andrea.training.planning.conversations import for_conversations
 
 CONVERSATIONS = ("chat", "python_chat")  # kinds of data
 
@@ -42,8 +43,6 @@ def train_one(argv: list[str]) -> FinishedRun:
         composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
         composed = with_source(composed, line.groups, line.values)
     if has_conversations(composed["data"]):
-        from andrea.training.planning.plan import for_conversations
-
         composed = for_conversations(composed, line.values)
     if composed["train"]["teachers"]:
         from andrea.training.resume import with_teachers

@@ -93,9 +93,9 @@ class Scorer:
                 f"a continuation has {len(continuation)} tokens, and the model predicts from 1 to model.sequence_length="
                 f"{n_window} of them at once; choose another task"
             )
-        room = n_window + 1 - len(continuation)
-        self.n_cut += len(context) > room
-        return Row(index, tuple(context[-room:]), continuation)
+        n_context = n_window + 1 - len(continuation)
+        self.n_cut += len(context) > n_context
+        return Row(index, tuple(context[-n_context:]), continuation)
 
     def keep(self, scores: dict[int, Score], passes: Iterator[Pass], report: Callable[[int], object]) -> None:
         """Score the rows of each pass."""

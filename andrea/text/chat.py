@@ -101,11 +101,11 @@ class FittedPrompt(NamedTuple):
     n_cut: int
 
 
-def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -> FittedPrompt:
-    """The end of a conversation, in `room` tokens.
+def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], n_window: int) -> FittedPrompt:
+    """The end of a conversation, in `n_window` tokens.
 
     The oldest turns are left out, whole, and as far as possible the one before which a user's turn follows; a system turn
-    in front stays if there is room for it. Of a last turn that does not fit alone, the first tokens are cut.
+    in front stays if it fits. Of a last turn that does not fit alone, the first tokens are cut.
     """
     encoded = [encode_turn(tokenizer, turn) for turn in turns]
     n_front = int(bool(turns) and turns[0].role == SYSTEM)
@@ -114,12 +114,14 @@ def fitting_prompt(tokenizer: ChatTokenizer, turns: Sequence[Turn], room: int) -
     def n_token(first: int) -> int:
         return 2 + sum(map(len, encoded[:n_front])) + sum(map(len, encoded[first:]))
 
-    while first < len(turns) - 1 and (n_token(first) > room or (first > n_front and turns[first].role == ASSISTANT)):
+    while first < len(turns) - 1 and (
+        n_token(first) > n_window or (first > n_front and turns[first].role == ASSISTANT)
+    ):
         first += 1
     n_left_out = first - n_front
-    if n_front and n_token(first) > room and n_token(first) - len(encoded[0]) <= room:
+    if n_front and n_token(first) > n_window and n_token(first) - len(encoded[0]) <= n_window:
         n_front, n_left_out = 0, first  # the last turn fits without the system's
-    n_cut = max(0, min(n_token(first) - room, len(encoded[-1]) - 3)) if encoded else 0
+    n_cut = max(0, min(n_token(first) - n_window, len(encoded[-1]) - 3)) if encoded else 0
     if n_cut:
         encoded[-1][1 : 1 + n_cut] = []
     kept = [token for turn in (*encoded[:n_front], *encoded[first:]) for token in turn]
@@ -160,18 +162,18 @@ class ConversationWindows(Windows):
         stops = np.append(begins[1:], len(stream))
         self.spans: list[list[tuple[int, int]]] = []  # of each window: where each conversation begins and ends
         self.n_cut = self.n_left_out = 0
-        room = 0
+        n_left = 0
         for begin, whole in zip(begins.tolist(), stops.tolist(), strict=True):
             stop = self.cut(begin, whole) if not pairs else whole if whole - begin <= sequence_length + 1 else begin
             if stop == begin:
                 self.n_left_out += 1
                 continue
             self.n_cut += stop < whole
-            if stop - begin > room:
+            if stop - begin > n_left:
                 self.spans.append([])
-                room = sequence_length + 1
+                n_left = sequence_length + 1
             self.spans[-1].append((begin, stop))
-            room -= stop - begin
+            n_left -= stop - begin
         if not self.spans:
             raise UserError(
                 f"none of {len(begins):,} {self.unit} has an answer that fits; raise model.sequence_length={sequence_length}"

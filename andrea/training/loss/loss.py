@@ -124,11 +124,11 @@ def uses_kernel(rows: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace torch's function
 def logits_in_kernel(device: torch.device, dtype: torch.dtype) -> int:
-    """A chunk of the kernel: LOGITS_IN_KERNEL, or the power of two that a smaller card has room for."""
+    """A chunk of the kernel: LOGITS_IN_KERNEL, or the power of two for which a smaller card has memory."""
     if device.type != "cuda":
         return LOGITS_IN_KERNEL
-    room = int(SHARE_OF_CARD * torch.cuda.get_device_properties(device).total_memory) // dtype.itemsize
-    return min(LOGITS_IN_KERNEL, 1 << (room.bit_length() - 1))
+    n_logit = int(SHARE_OF_CARD * torch.cuda.get_device_properties(device).total_memory) // dtype.itemsize
+    return min(LOGITS_IN_KERNEL, 1 << (n_logit.bit_length() - 1))
 
 
 def rows_in_chunk(n_row: int, n_vocab: int, n_logit: int, multiple: int = 1) -> int:

@@ -231,13 +231,13 @@ def windows_of_answers(
     texts: the tokens of a prompt, those of its answer, and the weight of each of the latter, which alone are targets.
     """
     rows: list[list[tuple[list[int], list[int], float]]] = []
-    room = 0
+    n_left = 0
     for prompt, answer, weight in texts:
-        if len(prompt) + len(answer) > room:
+        if len(prompt) + len(answer) > n_left:
             rows.append([])
-            room = n_token + 1
+            n_left = n_token + 1
         rows[-1].append((prompt, answer, weight))
-        room -= len(prompt) + len(answer)
+        n_left -= len(prompt) + len(answer)
     tokens = torch.zeros(len(rows), n_token + 1, dtype=torch.int64)
     targets, weights = torch.full_like(tokens, IGNORED_TARGET), torch.zeros(tokens.shape)
     for row, entries in enumerate(rows):

@@ -223,7 +223,7 @@ def empty_pinned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def blocks_for(n_bytes: Mapping[str, int]) -> tuple[list[int], dict[str, tuple[int, int]]]:
     """The sizes of blocks in bytes, powers of two, and for each name its block and its offset there.
 
-    Largest first, each in the first block that has room (first-fit decreasing). A block has room for its first tensor, and is
+    Largest first, each in the first block that it fits into (first-fit decreasing). A block takes its first tensor, and is
     otherwise no larger than all that remains to be placed.
     """
     sizes: list[int] = []

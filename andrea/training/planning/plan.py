@@ -5,7 +5,6 @@ chosen values, and the list of the keys that were left `auto`; a resumed run cho
 has changed.
 """
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -17,7 +16,7 @@ import torch
 
 from andrea.attention import Case, choose, make_compatibility, packed_documents
 from andrea.attention.implementations.fastest import measure
-from andrea.config import RunConfig, UserError, lay_over
+from andrea.config import RunConfig, UserError
 from andrea.model.gpt import make_mask, make_modifiers
 from andrea.model.lora import ALPHA
 from andrea.model.size import count_parameters, count_trained
@@ -339,34 +338,3 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     fastest, *_ = by_time = sorted(served, key=lambda name: mean_ms[name])
     shown = ", ".join(f"{name} {mean_ms[name]:.2f} ms" for name in by_time)
     return Choice(fastest, f"{fastest} (fastest here, forward and backward: {shown})")
-
-
-# ------------------------------------------------------------------------------------------------------- conversations
-
-# Of the rates of a new model. andrea-nano ends, after 400 steps of python_chat, at 0.182, 0.168 and 0.169 bits per byte with
-# 0.1, 0.3 and 1 of them: a smaller share undoes less of what was learned before.
-TUNING_RATE = 0.3
-# The same for preferences and rewards, which say little in each step. At 0.3, six steps of GRPO took a tuned andrea-nano from a
-# reward of 0.73 to 0.68; at 0.01 it stayed within the noise for 60 steps, and DPO reached an accuracy of 0.87.
-OBJECTIVE_RATE = 0.01
-TUNING_PATIENCE = 3  # evaluations
-
-
-def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`composed`, not parsed yet, with what suits conversations, unless it was typed. values: as typed.
-
-    No conversation sees another that stands in the same window. A model that was trained before (init_from) gets a share of
-    the learning rates, and the rates begin to fall when the held-out loss has risen a few times.
-    """
-    suited: dict[str, Any] = {"attention.across_documents": False}
-    if composed["init_from"] not in (None, "", "null"):
-        share = TUNING_RATE if composed["objective"]["kind"] == "next_token" else OBJECTIVE_RATE
-        is_lora = str(composed["model"]["lora_rank"]) != "0"  # typed values are not parsed yet
-        for name, rate in composed["optimizer"].items():
-            # LoRA's factors begin at zero, and learn best at the whole rate.
-            is_whole = is_lora and share == TUNING_RATE and name == "learning_rate"
-            is_typed = f"optimizer.{name}" in values  # maybe not as a number
-            if name.endswith("learning_rate") and rate is not None and not is_whole and not is_typed:
-                suited[f"optimizer.{name}"] = share * float(rate)
-        suited["train.patience"] = TUNING_PATIENCE
-    return lay_over(copy.deepcopy(composed), {key: value for key, value in suited.items() if key not in values})
