@@ -37,6 +37,7 @@ from common import (
 from andrea.attention import Case, DotProduct, causal
 from andrea.attention.implementations.fastest import measure
 from andrea.config import ModelConfig
+from andrea.runtime.compiling import configure_compiler
 from andrea.runtime.device import WEIGHT_DTYPE, autocast, choose_precision, keep_freed_memory
 from andrea.training.loss.loss import MicroBatchLoss
 from andrea.training.optimizer import Optimizer
@@ -189,6 +190,7 @@ def andrea_steps(model: torch.nn.Module, text: torch.Tensor, precision: str, cho
     optimizer = Optimizer(parallel, optimizer_config(chosen.optimizer), precision == "bf16")
     measuring = model.blocks[0].attention.implementation == "triton"  # as the trainer: our kernel measures every step
     micro = MicroBatchLoss(model, text.device, precision, measuring, False)
+    configure_compiler(text.device)
     loss_of = parallel.wrap(micro, chosen.compile)
     tokens, targets = text[..., :-1].contiguous(), text[..., 1:].contiguous()
 

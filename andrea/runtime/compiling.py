@@ -42,7 +42,7 @@ def choose_compile(requested: str, device: torch.device, total_flops: float) -> 
 
 
 def configure_compiler(device: torch.device) -> None:
-    """Turn on two settings of torch.compile that make the first step start sooner.
+    """Turn on two settings of torch.compile that make the first step start sooner, and our products in fp32.
 
     By default its cache skips graphs with a custom autograd.Function. Ours may be cached, because they are pure
     functions of their arguments. On a CPU, torch.compile spends about ten seconds on programs that test the vector
@@ -53,10 +53,14 @@ def configure_compiler(device: torch.device) -> None:
     from torch._functorch import config as autograd_settings
     from torch._inductor import config as compiler_settings
 
+    from andrea.runtime.product import OurProducts, is_faster_than_torch
+
     if hasattr(autograd_settings, "autograd_cache_allow_custom_autograd_functions"):  # private, and may go
         autograd_settings.autograd_cache_allow_custom_autograd_functions = True
     if device.type == "cpu" and sys.platform == "linux" and gcc_version() >= RELIABLE_GCC:
         compiler_settings.cpp.vec_isa_ok = True
+    if device.type == "cpu" and is_faster_than_torch():
+        compiler_settings.post_grad_custom_pre_pass = OurProducts()
 
 
 def gcc_version() -> int:

@@ -111,7 +111,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The peak memory so far: of tensors on a GPU, or of this process on a CPU. 0 on Windows, which does not tell it."""
+    """The peak memory so far: of tensors on a GPU, or of this process on a CPU. 0 on Windows, which does not tell it.
+
+    `Trainer.conclude` records it at the end of a run.
+    """
     import torch
 
     if device.type == "cuda":

@@ -1,4 +1,5 @@
-"""Muon for the matrices of the blocks, AdamW for all other parameters; the learning rate's schedule, fp16's loss scale, QK-clip.
+"""Muon for the matrices of the blocks, AdamW for all other parameters; gradient clipping, the learning rate's
+schedule, fp16's loss scale, QK-clip.
 
 Each parameter is in exactly one group. A step takes `finite`, a 0-dim bool tensor on the device. If it is false, neither
 weights nor state change; the host never waits for its value. Each rank updates its own rows of the parameters

@@ -41,7 +41,8 @@ from andrea.text.chat import ChatTokenizer, for_chat
 from andrea.text.corpus import Corpus
 from andrea.text.load_tokenizer import configured_tokenizer
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.optimizer import decay_start, may_change, rate_at, relength, saved_shapes
+from andrea.training.optimizer import LossScale, decay_start, may_change, rate_at, relength, saved_shapes
+from andrea.training.parallel.saver import Saver
 from andrea.training.planning.length import is_open
 from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
 from andrea.training.records import Progress
@@ -168,6 +169,13 @@ def check_headers(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 def random_state(checkpoint: Checkpoint) -> Tensor:
     return torch.tensor(checkpoint.state["torch_random"], dtype=torch.uint8)
+
+
+def restore(checkpoint: Checkpoint, saver: Saver, scale: LossScale) -> None:
+    """Weights, the optimizer's state, loss scale and random numbers of the checkpoint. The rest of its state is counts."""
+    saver.restore(checkpoint)
+    scale.load_state(checkpoint.state["loss_scale"])
+    torch.set_rng_state(random_state(checkpoint))
 
 
 def is_done(checkpoint: Checkpoint, steps: int) -> bool:

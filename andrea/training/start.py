@@ -1,4 +1,4 @@
-"""Assembles the parts of a run from its configuration, and starts the trainer."""
+"""Checks what needs the text, assembles the parts of a run from its configuration, and starts the trainer."""
 
 import contextlib
 import dataclasses
@@ -37,12 +37,21 @@ from andrea.training.parallel.ranks import DataParallel, Parallel, Ranks, Watchd
 from andrea.training.parallel.saver import Saver, ShardedSaver
 from andrea.training.planning.length import FORWARD_SHARE, TimeBudget, describe_length
 from andrea.training.planning.memory import Machine, with_tried_micro_batch
-from andrea.training.planning.plan import Plan, make_plan
+from andrea.training.planning.plan import Plan, Situation, make_plan, with_choices
 from andrea.training.records import Logger, Progress
 from andrea.training.records.console import Console
 from andrea.training.records.records import Records, check_loggers, open_loggers
 from andrea.training.records.run_folder import folder_to_write, mark, run_folder_locked, write_config
-from andrea.training.resume import check_data, random_state, resumed_progress, saved_run, source_of_weights, without_run
+from andrea.training.resume import (
+    check_data,
+    is_done,
+    restore,
+    resumed_progress,
+    saved_run,
+    show_done,
+    source_of_weights,
+    without_run,
+)
 from andrea.training.step import TrainingStep
 from andrea.training.trainer import (
     RunCheckpoints,
@@ -106,7 +115,12 @@ def start(
     corpus = ranks.rank_0_first(lambda: open_corpus(data, tokenizer, data_dir, console.say, pairs))
     asked = dataclasses.replace(config, name=Text(folder.name))
     ranks.from_rank_0(lambda: check_sample_prompt(asked, corpus.tokenizer))
-    planned_steps = progress_at_start(asked, checkpoint, left_auto).planned_steps if checkpoint else None
+    planned_steps = None
+    if checkpoint:
+        planned_steps = ranks.from_rank_0(lambda: resumed_length(asked, checkpoint, left_auto, machine, corpus))
+        if ranks.from_rank_0(lambda: is_done(checkpoint, planned_steps)):  # `auto` is a length that its text has ended
+            ranks.from_rank_0(lambda: show_done(checkpoint, planned_steps))
+            return 0, folder
     plan = ranks.from_rank_0(lambda: make_plan(asked, left_auto, dict(groups), planned_steps, machine, corpus))
     console.say(*plan.lines)
     choose_threads(plan.config.threads)  # this and the next lines hold for the whole process
@@ -267,9 +281,7 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     saver = (ShardedSaver if parallel.is_sharded else Saver)(folder, optimizer, corpus.tokenizer, config.train.keep)
     setup.watchdog.at(0, "reading the checkpoint")
     if checkpoint:
-        saver.restore(checkpoint)
-        scale.load_state(checkpoint.state["loss_scale"])
-        torch.set_rng_state(random_state(checkpoint))
+        restore(checkpoint, saver, scale)
     progress = progress_at_start(config, checkpoint, plan.left_auto)
     console.steps = progress.planned_steps
     budget = make_time_budget(plan, corpus, setup.started)
@@ -329,6 +341,14 @@ def progress_at_start(config: RunConfig, checkpoint: Checkpoint | None, left_aut
     if checkpoint is None:
         return Progress(planned_steps=config.steps, follows_recipe=not config.init_from)
     return resumed_progress(checkpoint, saved_run(checkpoint, config), config, left_auto)
+
+
+def resumed_length(
+    asked: RunConfig, checkpoint: Checkpoint, left_auto: Sequence[str], machine: Machine, corpus: Corpus
+) -> int:
+    """The steps of a resumed run as planned now, which the text decides if they are set to `auto`."""
+    known = with_choices(asked, left_auto, Situation(machine, corpus), ("train.max_minutes", "train.steps"))
+    return progress_at_start(known, checkpoint, left_auto).planned_steps
 
 
 def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:

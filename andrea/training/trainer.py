@@ -1,4 +1,4 @@
-"""The training loop: its speed, requests to stop it, its checkpoints, and its end."""
+"""The training loop: its speed, what stops it (signals, patience, time), its checkpoints, and its end."""
 
 import contextlib
 import os
@@ -87,7 +87,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, *HANG_UP)  # if ranks received several
 class StopRequests:
     """The stop requests of this process, and the decision that all ranks have agreed on.
 
-    budget: the time of train.max_minutes; None if it is not set. waiting: shows a line on the terminal.
+    budget: the time of train.max_minutes, which stops the run only if the user has set it (`TimeBudget.is_limit`). waiting: shows
+    a line on the terminal.
     """
 
     def __init__(self, budget: TimeBudget | None, device: torch.device, waiting: Callable[[str], None]) -> None:
@@ -321,7 +322,7 @@ class Trainer:
             self.note_time(time.perf_counter() - clock, rate)
             if (wanted := self.stopping.take_wanted_steps()) and self.is_open:
                 self.heed_time(wanted)
-            self.drop_estimate()
+            self.fix_length_if_it_holds()
             if due:
                 self.checkpoints.saver.check()
                 self.tell_health()
@@ -426,7 +427,7 @@ class Trainer:
             f"train.max_minutes={budget.minutes:g}{remedy}"
         )
 
-    def drop_estimate(self) -> None:
+    def fix_length_if_it_holds(self) -> None:
         """Take the planned length for the run's, where the machine has become faster than rank 0's estimate."""
         step, steps, optimizer = self.progress.step, self.progress.planned_steps, self.config.optimizer
         if not self.is_open:

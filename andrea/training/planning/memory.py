@@ -25,9 +25,9 @@ from andrea.attention.attend import WRITTEN_OUT_KEYS
 from andrea.attention.multihead import operators_of_a_card
 from andrea.config import AttentionConfig, ModelConfig, RunConfig, UserError
 from andrea.model.gpt import GPT
-from andrea.model.size import END_OF_TEXT, flops_per_token
+from andrea.model.size import END_OF_TEXT, flops_per_token, without_memory
 from andrea.runtime.compiling import choose_compile
-from andrea.runtime.device import Choice, choose_device
+from andrea.runtime.device import WEIGHT_DTYPE, Choice, choose_device
 from andrea.runtime.free_and_peak_memory import free_host_bytes, held_bytes
 from andrea.runtime.program import typed_command
 from andrea.training.loss.loss import LOGITS_EAGER, MicroBatchLoss, rows_in_chunk, training_loss_sum
@@ -37,7 +37,6 @@ from andrea.training.records.console import Console, format_memory
 
 # ----------------------------------------------------------------------------------------------------- memory of a step
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # of the matrix products
 # On a CPU, measured by bench/memory.py (bench/results/memory.json):
 PROGRAM_BYTES = 480 * 2**20  # resident memory without tensors: interpreter, torch, this package
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
@@ -115,8 +114,7 @@ def memory_of(config: RunConfig, n_vocab: int, micro_batch: int, placement: Plac
     written_out = attention.implementation == "reference" or (on_cpu and compiled != "off" and few_keys)
     if attention.implementation != "chunked":
         attention = dataclasses.replace(attention, implementation="reference" if written_out else "auto")
-    with torch.device("meta"):
-        model = GPT(config.model, attention, n_vocab, END_OF_TEXT)
+    model = without_memory(config.model, attention, n_vocab)
     matrices = Counter(
         tuple(parameter.shape) for name, parameter in group_parameters(dict(model.named_parameters()))["matrix"].items()
     )
@@ -158,7 +156,7 @@ def gathered_bytes(model: GPT, n_layer: int, precision: str) -> int:
     """
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     outside = sum(parameter.numel() for parameter in model.parameters()) - n_layer * block
-    return (3 * DTYPES[precision].itemsize + 4) * block + 2 * 4 * outside
+    return (3 * WEIGHT_DTYPE[precision].itemsize + 4) * block + 2 * 4 * outside
 
 
 def gathered_model_bytes(model: GPT) -> int:
@@ -209,7 +207,7 @@ def pass_bytes(
     observing: the readable implementation measures each head, and materialises its scores. sharded: the blocks'
     matrices are in low precision. on_card: with the operators of a GPU.
     """
-    dtype = DTYPES[precision]
+    dtype = WEIGHT_DTYPE[precision]
     with FakeTensorMode(), operators_of_a_card() if on_card else nullcontext():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
         if sharded:
@@ -238,7 +236,7 @@ def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> 
         return training_loss_sum(model, hidden, tokens, precision)
     rows, answers = hidden.flatten(0, 1), tokens.flatten()
     few = min(len(rows), COUNTED_CHUNKS * rows_in_chunk(len(rows), model.n_vocab, LOGITS_EAGER))
-    others = torch.empty_like(rows[few:], dtype=DTYPES[precision])  # stands for the gradients of the other rows
+    others = torch.empty_like(rows[few:], dtype=WEIGHT_DTYPE[precision])  # stands for the gradients of the other rows
     nats = training_loss_sum(model, rows[:few], answers[:few], precision)
     del others
     return nats

@@ -107,6 +107,7 @@ def part_of(n_step: int, evaluations: int) -> int:
 
 # The keys that may be `auto`, in the order of their choice. A run's sharing is no key: `parallel.kind` stays as it was typed.
 AUTO = {
+    # Before train.steps: RunConfig.max_minutes asks whether that is still `auto`.
     "train.max_minutes": Auto(lambda config, here: Choice(config.max_minutes), LENGTH),
     "train.steps": Auto(lambda config, here: Choice(length.steps_for_text(config, here.corpus)), LENGTH[1:]),
     # The next four are chosen once, when the run begins.

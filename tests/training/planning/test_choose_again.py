@@ -128,3 +128,14 @@ def test_only_a_jump_of_the_rate_is_said(step: int, is_said: bool) -> None:
     before, now = Progress(step=step, planned_steps=100), Progress(step=step, planned_steps=200)
     assert (describe_rate(before, saved, now, longer) is not None) == is_said
     assert describe_rate(before, saved, before, saved) is None  # no other length
+
+
+def test_a_run_beyond_the_length_of_its_small_text_is_done(train, tmp_path: Path, capsys) -> None:
+    short = tmp_path / "short.md"
+    short.write_text("".join(f"{n} is a number\n" for n in range(200)))
+    train("train.steps=300", f"data.path={short}")
+    records = read_lines(tmp_path / "runs" / "a" / "metrics.jsonl")
+    capsys.readouterr()
+    train("train.steps=auto", resumed=True)
+    assert "already done" in capsys.readouterr().out
+    assert read_lines(tmp_path / "runs" / "a" / "metrics.jsonl") == records
