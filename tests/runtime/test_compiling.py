@@ -35,7 +35,10 @@ def test_the_settings_follow_the_device_and_its_compiler(monkeypatch: pytest.Mon
     from torch._inductor import config as compiler_settings
 
     allowed = {"autograd_cache_allow_custom_autograd_functions": False}
-    with autograd_settings.patch(allowed), compiler_settings.patch({"cpp.vec_isa_ok": None}):
+    with (
+        autograd_settings.patch(allowed),
+        compiler_settings.patch({"cpp.vec_isa_ok": None, "post_grad_custom_pre_pass": None}),
+    ):
         for version, kind, expected in ((9, "cpu", None), (12, "cuda", None), (12, "cpu", True)):
             monkeypatch.setattr(module, "gcc_version", lambda answer=version: answer)
             monkeypatch.setattr(module.sys, "platform", "linux")
