@@ -31,6 +31,7 @@ from andrea.training.health.health import Evidence, Health
 from andrea.training.loss.loss import loss_sum_from_hidden
 from andrea.training.parallel.ranks import reuses_training_graph
 from andrea.training.planning.length import TimeBudget
+from andrea.training.planning.memory import sequences_in_probe_pass
 from andrea.training.records.records import Records
 from andrea.training.step import TrainingStep
 
@@ -396,14 +397,17 @@ def probe(model: GPT, tokens: Tensor, say: Callable[[str], None] | None = None) 
 
 
 def statistics_of(model: GPT, tokens: Tensor) -> Probed:
-    """Sequences are processed one at a time, because some implementations must materialise the scores (H, T, T)."""
     heads, hidden = None, []
-    for sequence in tokens.split(1):
-        of_sequence, layers = model(sequence, statistics=True)
+    for sequences in in_passes(tokens):
+        of_sequences, layers = model(sequences, statistics=True)
         measured = HeadStatistics.of_layers(layers)
         heads = measured if heads is None else heads.merged(measured)
-        hidden.append(of_sequence)
+        hidden.append(of_sequences)
     return Probed(heads, torch.cat(hidden))
+
+
+def in_passes(sequences: Tensor) -> tuple[Tensor, ...]:
+    return sequences.split(sequences_in_probe_pass(sequences.shape[1]))
 
 
 @torch.no_grad()
@@ -419,8 +423,9 @@ def in_context_nats(model: GPT, tokens: Tensor, targets: Tensor, hidden: Tensor)
     n_late = max(1, tokens.shape[1] // LATE_PART)
     targets = targets[:, -n_late:]
     early_hidden = probe(model, tokens[:, -2 * n_late :]).hidden
-    late, early = (  # sequences one at a time: logits (1, n_late, V) are large
-        sum(map(loss_sum_from_hidden, [model] * len(targets), each[:, -n_late:].split(1), targets.split(1)))
+    parts = in_passes(targets)  # logits (B, n_late, V) of all would be large
+    late, early = (
+        sum(map(loss_sum_from_hidden, [model] * len(parts), in_passes(each[:, -n_late:]), parts))
         for each in (hidden, early_hidden)
     )
     return float((late - early) / (targets != IGNORED_TARGET).sum())

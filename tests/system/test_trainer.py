@@ -68,7 +68,8 @@ def test_a_run_learns_and_leaves_what_the_contract_names(tiny_run, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "option", [ALL_KINDS, *(pytest.param(option, marks=pytest.mark.slow) for option in HEAD_OPTIONS)]
+    "option",
+    [ALL_KINDS, *(pytest.param(option, marks=[pytest.mark.slow, pytest.mark.long]) for option in HEAD_OPTIONS)],
 )
 def test_stopping_and_resuming_is_bit_for_bit_the_undisturbed_run(
     option: str, tiny_run, notes: Path, tmp_path: Path
@@ -538,7 +539,7 @@ def test_compiling_that_was_asked_for_and_fails_is_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("moment", [0.3, *(pytest.param(each, marks=pytest.mark.long) for each in (0.0, 0.6, 0.9))])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(moment: float, tmp_path: Path, notes: Path, tiny_run) -> None:
     """kill -9 at some moment, then the same command line again: the same weights as uninterrupted, bit for bit."""
     tiny_run("name=whole", "train.save_every=1", "train.eval_every=100", "train.sample_tokens=0")
@@ -593,7 +594,7 @@ def test_ctrl_c_saves_prints_the_resume_command_and_exits_130(tmp_path: Path, no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["2500k", "2m", "3m"])
+@pytest.mark.parametrize("size", ["2500k", *(pytest.param(each, marks=pytest.mark.long) for each in ("2m", "3m"))])
 def test_a_full_disk_ends_the_run_in_one_line_and_what_was_whole_is_whole(
     size: str, tmp_path: Path, notes: Path, tiny_run
 ) -> None:

@@ -122,7 +122,7 @@ def test_a_dry_run_plans_with_less_memory(trained: Path, tiny_run, capsys) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_two_ranks_give_the_run_of_one(parallel: str, trained: Path, tmp_path: Path, notes: Path, tiny_run) -> None:
     words = [*FAST, f"init_from={trained}", "model.lora_rank=3", "train.micro_batch=2"]
     assert tiny_run("name=one", *words) == 0

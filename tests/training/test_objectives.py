@@ -350,7 +350,9 @@ def test_the_chosen_answers_of_pairs_are_conversations(place: Path, capsys) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "sharing"), [("dpo", "ddp"), ("dpo", "fsdp"), ("grpo", "ddp")])
+@pytest.mark.parametrize(
+    ("kind", "sharing"), [pytest.param("dpo", "ddp", marks=pytest.mark.long), ("dpo", "fsdp"), ("grpo", "ddp")]
+)
 def test_two_ranks_equal_one(kind: str, sharing: str, place: Path) -> None:
     more = ["train.steps=6", "train.eval_every=3", "train.save_every=6", "objective.beta=0.1", "train.log_every=1"]
     more += [f"train.tokens_per_step={5 * 512}"]
@@ -418,7 +420,7 @@ def test_a_run_without_a_checkpoint_begins_again_from_its_model_and_never_from_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.long), "grpo"])
 def test_compiled_blocks_give_the_same_loss(kind: str, place: Path) -> None:
     more = ["train.steps=2", "objective.beta=0.1", "train.log_every=1"]
     for mode in ("off", "on"):

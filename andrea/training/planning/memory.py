@@ -42,6 +42,7 @@ PROGRAM_BYTES = 480 * 2**20  # resident memory without tensors: interpreter, tor
 COMPILED_PROGRAM_BYTES = 560 * 2**20  # the same with the compiler
 EVALUATION_SHARE = 1.8  # resident memory of the evaluation for each byte of its tensors: see RESIDENT_SHARE
 DISTILLATION_COPIES = 5  # of all logits, in fp32: of a teacher, their mean, the model's, their gradient, a temporary
+PROBE_PASS_TOKENS = 256  # at most, but at least one sequence
 COUNTED_CHUNKS = 3  # of the loss, at most: further chunks need no more memory
 # Resident memory of a pass for each byte of an eager pass's tensors, by `compile`: an upper bound of what was measured. glibc
 # keeps the memory of freed tensors, and fills their holes only in part, because each tensor begins at a multiple of 64 bytes: an
@@ -244,13 +245,19 @@ def planned_nats(model: GPT, hidden: Tensor, tokens: Tensor, precision: str) -> 
 
 @functools.lru_cache(maxsize=64)
 def evaluation_bytes(config: ModelConfig, attention: AttentionConfig, n_vocab: int) -> int:
-    """The peak memory of measuring the heads on one sequence without a kernel: the scores are then materialised."""
+    """The peak memory of a pass that measures the heads without a kernel: the scores are then materialised."""
     with FakeTensorMode():
         model = GPT(config, attention, n_vocab, END_OF_TEXT)
-        tokens = torch.zeros(1, config.sequence_length, dtype=torch.int64)
+        shape = sequences_in_probe_pass(config.sequence_length), config.sequence_length
+        tokens = torch.zeros(shape, dtype=torch.int64)
         with torch.no_grad(), LiveBytes([*model.parameters(), *model.buffers()]) as live:
             model(tokens, statistics=True)
     return live.most
+
+
+def sequences_in_probe_pass(sequence_length: int) -> int:
+    """Sequences that are read together while heads are measured: short ones, because scores (H, T, T) may be materialised."""
+    return max(1, PROBE_PASS_TOKENS // sequence_length)
 
 
 class LiveBytes(TorchDispatchMode):
