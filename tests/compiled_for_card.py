@@ -24,6 +24,7 @@ from torch._inductor import config, ir, scheduler
 from torch._inductor.compile_fx import _recursive_post_grad_passes
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -60,6 +61,11 @@ def card() -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda *given: (9, 0)),
             (torch.version, "cuda", "13.0"),
             (scheduler, "has_triton", lambda: True),
+            (
+                reinplace,
+                "_inplace_generalized_scatter",
+                lambda x, *given: x,
+            ),  # it copies to see that shapes fit: needs CUDA
             (CudaInterface, "get_device_properties", staticmethod(lambda device=None: H200)),
             (CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: H200)),
         ):
@@ -71,8 +77,7 @@ def card() -> Iterator[None]:
 def choices_of_a_card() -> Iterator[None]:
     """The model takes the operators that it has for a GPU."""
     with contextlib.ExitStack() as patches:
-        for name in ("one_product_is_faster", "one_pass_is_faster"):
-            patches.enter_context(mock.patch.object(multihead, name, lambda x: True))
+        patches.enter_context(multihead.operators_of_a_card())
         attend = sys.modules["andrea.attention.attend"]  # the package has a function of this name
         serving = attend.Implementation(lambda case: None, attend.triton.run)
         patches.enter_context(mock.patch.dict(attend.IMPLEMENTATIONS, triton=serving))

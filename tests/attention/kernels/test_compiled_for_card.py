@@ -44,7 +44,7 @@ def layer_graphs() -> tuple[Graph, Graph]:
 
 
 def test_bytes_that_a_layer_moves_in_training(monkeypatch):
-    """The operator of value mix, convolution, norm and rotation saves 1.4 to 1.5 GB. One pass too many over q, k and v or over
+    """The operator of value mix, convolution, norm and rotation saves 2.6 to 2.8 GB. One pass too many over q, k and v or over
     what the MLP computes, 0.3 to 0.4 GB, would be seen here."""
     forward, backward = layer_graphs()
     assert forward.n_bytes < 5.0 * GIGA and backward.n_bytes < 8.6 * GIGA, (forward, backward)
@@ -52,7 +52,7 @@ def test_bytes_that_a_layer_moves_in_training(monkeypatch):
     monkeypatch.setattr(multihead.MultiHeadAttention, "is_prepared_in_one_pass", lambda self, x, shared: False)
     readable = layer_graphs()
     assert all(
-        own.n_bytes + 1.3 * GIGA < other.n_bytes for own, other in zip((forward, backward), readable, strict=True)
+        own.n_bytes + 2.5 * GIGA < other.n_bytes for own, other in zip((forward, backward), readable, strict=True)
     )
 
 
