@@ -398,7 +398,7 @@ def probe(model: GPT, tokens: Tensor, say: Callable[[str], None] | None = None) 
 
 def statistics_of(model: GPT, tokens: Tensor) -> Probed:
     heads, hidden = None, []
-    for sequences in in_passes(tokens):
+    for sequences in in_passes(model, tokens):
         of_sequences, layers = model(sequences, statistics=True)
         measured = HeadStatistics.of_layers(layers)
         heads = measured if heads is None else heads.merged(measured)
@@ -406,8 +406,8 @@ def statistics_of(model: GPT, tokens: Tensor) -> Probed:
     return Probed(heads, torch.cat(hidden))
 
 
-def in_passes(sequences: Tensor) -> tuple[Tensor, ...]:
-    return sequences.split(sequences_in_probe_pass(sequences.shape[1]))
+def in_passes(model: GPT, sequences: Tensor) -> tuple[Tensor, ...]:
+    return sequences.split(sequences_in_probe_pass(model.config.sequence_length))
 
 
 @torch.no_grad()
@@ -423,9 +423,9 @@ def in_context_nats(model: GPT, tokens: Tensor, targets: Tensor, hidden: Tensor)
     n_late = max(1, tokens.shape[1] // LATE_PART)
     targets = targets[:, -n_late:]
     early_hidden = probe(model, tokens[:, -2 * n_late :]).hidden
-    parts = in_passes(targets)  # logits (B, n_late, V) of all would be large
+    parts = in_passes(model, targets)  # logits (B, n_late, V) of all would be large
     late, early = (
-        sum(map(loss_sum_from_hidden, [model] * len(parts), in_passes(each[:, -n_late:]), parts))
+        sum(map(loss_sum_from_hidden, [model] * len(parts), in_passes(model, each[:, -n_late:]), parts))
         for each in (hidden, early_hidden)
     )
     return float((late - early) / (targets != IGNORED_TARGET).sum())
