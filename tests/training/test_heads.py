@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ class CopiesFromFarBack(torch.nn.Module):
 
     def __init__(self, reach: int) -> None:
         super().__init__()
-        self.blocks, self.reach = [], reach
+        self.blocks, self.reach, self.config = [], reach, SimpleNamespace(sequence_length=30)
 
     def forward(self, tokens, statistics):
         hidden = torch.zeros(*tokens.shape, 2)
