@@ -22,7 +22,7 @@ TARGETS = {
     "checkpoints": Target(checkpoints, make_checkpoints),
     "resumes": Target(resumes, make_resumes),
     "records": Target(records, make_records),
-    "commands": Target(resumes, make_commands, waiting_s=600.0),  # an edited run may first write a sample of 65,536 tokens
+    "commands": Target(resumes, make_commands, waiting_s=600.0),  # it may first write a sample of 65,536 tokens
     "tokenizer files": Target(tokenizers, make_tokenizers),
     "prompts": Target(prompts, make_prompts),
     "imports": Target(imports, make_imports, waiting_s=60.0),
