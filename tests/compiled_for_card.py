@@ -61,11 +61,8 @@ def card() -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda *given: (9, 0)),
             (torch.version, "cuda", "13.0"),
             (scheduler, "has_triton", lambda: True),
-            (
-                reinplace,
-                "_inplace_generalized_scatter",
-                lambda x, *given: x,
-            ),  # it copies to see that shapes fit: needs CUDA
+            # torch's copies a tensor to see that shapes fit, which needs CUDA
+            (reinplace, "_inplace_generalized_scatter", lambda x, *given: x),
             (CudaInterface, "get_device_properties", staticmethod(lambda device=None: H200)),
             (CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: H200)),
         ):
