@@ -216,16 +216,19 @@ async def news(job: Job, answer: Answer) -> AsyncIterator[Any]:
 
 async def read_body(request: Request, most: int) -> bytes:
     """Raises RequestError if the body is too large, or does not arrive in time."""
-    message, length = f"the body has more than {most} bytes", request.headers.get("content-length", "0")
+    # Closing while a body arrives would reset the connection, and the client could lose the answer. So it stays open:
+    # uvicorn drops the rest of the body, and the server closes the connection if that takes long.
+    too_large = RequestError(413, f"the body has more than {most} bytes")
+    length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > most:
-        raise RequestError(413, message, connection="close")
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    raise RequestError(413, message, connection="close")
+                    raise too_large
     except ClientDisconnect:
         raise gone_error() from None
     except TimeoutError:
