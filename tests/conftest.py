@@ -40,6 +40,7 @@ from andrea.config import (
 from andrea.runtime.system import HANG_UP
 
 try:
+    import triton
     from triton.runtime import interpreter
 except ImportError:  # no Triton for this system
     interpreter = None
@@ -179,6 +180,23 @@ def interpreted_products_are_rounded_once():
     interpreter.InterpreterBuilder.create_dot = create_dot
     yield
     interpreter.InterpreterBuilder.create_dot = by_numpy
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreted_numbers_are_indices():
+    """Triton 3.6, which torch 2.11 brings, takes `int()` of an array with one number; numpy refuses that since 2.4."""
+    if interpreter is None or not triton.__version__.startswith("3.6."):
+        yield
+        return
+    by_triton = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        by_triton(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch
+    yield
+    interpreter._patch_lang_tensor = by_triton
 
 
 @pytest.fixture(autouse=True, scope="session")
