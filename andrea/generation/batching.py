@@ -18,6 +18,7 @@ from andrea.generation.packed_model import PackedGPT
 from andrea.generation.sampling import choose_tokens
 
 MOST_READS = 4  # windows that are read, one in a step, while the texts that need none wait
+NO_TOKENS = torch.zeros(1, 0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -127,21 +128,21 @@ class Batch:
         for sampling in dict.fromkeys(text.sampling for text in texts):
             alike = [text for text in texts if text.sampling == sampling]
             choices = [healing.allowed(logits[text]) if text.needs_space else logits[text] for text in alike]
-            history = torch.zeros(len(alike), 0, dtype=torch.int64)
+            history = NO_TOKENS.expand(len(alike), 0)
             if sampling.repetition_penalty != 1.0:
                 history = padded_history([text.tokens for text in alike], 0).to(self.engine.device)
             uniform = torch.stack([torch.rand((), generator=text.generator) for text in alike]).to(self.engine.device)
             chosen |= zip(alike, choose_tokens(torch.cat(choices), history, sampling, uniform).tolist(), strict=True)
-        return [self.add(text, chosen[text], logits[text][0]) for text in texts]
+        return [self.add(text, chosen[text], logits[text]) for text in texts]
 
     def add(self, text: BatchedText, token: int, logits: Tensor) -> BatchStep:
-        """Add a chosen token to a text. logits (V,): those it was chosen from."""
+        """Add a chosen token to a text. logits (1, V): those it was chosen from."""
         if token >= self.engine.tokenizer.n_vocab:  # `draw` returns V if scores are not finite
             self.leave(text)
             return BatchStep(text, None, error="the model's scores of the next token are not finite")
         score = None
         if text.n_likeliest is not None:
-            score = token_score(logits.float().log_softmax(-1), token, text.n_likeliest)
+            score = token_score(logits[0].float().log_softmax(-1), token, text.n_likeliest)
         generated = text.append(token)
         if text.has_ended:
             self.leave(text)

@@ -112,14 +112,25 @@ typename Vector<N>::Of rounded(typename Vector<N>::Of v) {
     return numbers<N>(kept);
 }
 
-template <int64_t N>
-float sum(typename Vector<N>::Of v) {  // by halves, so that few additions wait for each other
+template <int64_t N, typename Number = float>
+Number sum(typename Vector<N, Number>::Of v) {  // by halves, so that few additions wait for each other
     if constexpr (N == 4) return (v[0] + v[2]) + (v[1] + v[3]);
+    else {
+        typename Vector<N / 2, Number>::Of low, high;
+        std::memcpy(&low, &v, sizeof low);
+        std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+        return sum<N / 2, Number>(low + high);
+    }
+}
+
+template <int64_t N>
+float largest_in(typename Vector<N>::Of v) {  // by halves, too
+    if constexpr (N == 4) return std::max(std::max(v[0], v[2]), std::max(v[1], v[3]));
     else {
         typename Vector<N / 2>::Of low, high;
         std::memcpy(&low, &v, sizeof low);
         std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
-        return sum<N / 2>(low + high);
+        return largest_in<N / 2>(low > high ? low : high);
     }
 }
 
@@ -298,19 +309,14 @@ template <typename T>
 void in_bytes(const T* in, int8_t* bytes, float* step, int32_t* shift) {
     constexpr float TO_INTEGER = 12582912;  // 1.5 · 2^23: after adding it, the last bits of a float are the nearest integer
     Floats largest_of = {};
-    decltype(largest_of < 0) unequal = {};  // as in `in_integers`
+    Ints unequal = {};  // as in `in_integers`
     for (int64_t k = 0; k < GROUP; k += LANES) {
         const Floats v = vector(in + k), size = v < 0 ? -v : v;
         largest_of = size > largest_of ? size : largest_of;
         unequal |= v != v;
     }
-    float largest = 0;
-    bool is_nan = false;
-    for (int64_t lane = 0; lane < LANES; ++lane) {
-        largest = std::max(largest, largest_of[lane]);
-        is_nan |= unequal[lane] != 0;
-    }
-    *step = is_nan || !std::isfinite(largest) ? NAN : largest / 127;
+    const float largest = largest_in<LANES>(largest_of);
+    *step = sum<LANES, int32_t>(unequal) || !std::isfinite(largest) ? NAN : largest / 127;
     const float in_steps = largest > 1e-35f ? 127 / largest : 0;  // the inverse of a smaller number is not finite
     Ints sums = {};
     for (int64_t k = 0; k < GROUP; k += LANES) {
@@ -319,8 +325,7 @@ void in_bytes(const T* in, int8_t* bytes, float* step, int32_t* shift) {
         std::memcpy(bytes + k, &narrow, sizeof narrow);
         sums += whole;
     }
-    *shift = 0;
-    for (int64_t lane = 0; lane < LANES; ++lane) *shift -= 8 * sums[lane];
+    *shift = -8 * sum<LANES, int32_t>(sums);
 }
 
 template <typename T>
@@ -741,6 +746,24 @@ void by_tiles(const Matrix<T>& matrix, int64_t n_row, const Work& work) {
             }
 }
 
+// The values of a tile are written to y (n_row, n_out), or added to y with `added`.
+template <typename T>
+void put(const Tile& tile, const float* values, T* y, int64_t n_out, bool added) {
+    for (int64_t r = 0; r < tile.n_row; ++r) {
+        T* place = y + (tile.m + r) * n_out + tile.n;
+        int64_t o = 0;
+        if (OUTPUTS > 1)
+            for (; o + OUTPUTS <= tile.n_out; o += OUTPUTS) {
+                const auto value = numbers<OUTPUTS>(values + r * tile.width + o);
+                store<OUTPUTS>(place + o, added ? numbers<OUTPUTS>(place + o) + rounded<T, OUTPUTS>(value) : value);
+            }
+        for (; o < tile.n_out; ++o) {
+            const float value = values[r * tile.width + o];
+            store(place + o, added ? number(place[o]) + rounded<T>(value) : value);
+        }
+    }
+}
+
 // The product of x (n_row, n_in) and the weight is written to y (n_row, n_out), or added to y with `added`. Each thread of
 // the team computes its share of y and then waits for the others.
 template <typename T>
@@ -750,19 +773,7 @@ void linear_by_team(const Matrix<T>& matrix, const T* x, T* y, int64_t n_row, Ro
     by_tiles(matrix, n_row, [&](const Tile& tile) {
         float values[TILE * WIDEST];
         products(matrix, rows, tile, values);
-        for (int64_t r = 0; r < tile.n_row; ++r) {
-            T* place = y + (tile.m + r) * matrix.n_out + tile.n;
-            int64_t o = 0;
-            if (OUTPUTS > 1)
-                for (; o + OUTPUTS <= tile.n_out; o += OUTPUTS) {
-                    const auto value = numbers<OUTPUTS>(values + r * tile.width + o);
-                    store<OUTPUTS>(place + o, added ? numbers<OUTPUTS>(place + o) + rounded<T, OUTPUTS>(value) : value);
-                }
-            for (; o < tile.n_out; ++o) {
-                const float value = values[r * tile.width + o];
-                store(place + o, added ? number(place[o]) + rounded<T>(value) : value);
-            }
-        }
+        put(tile, values, y, matrix.n_out, added);
     });
 }
 
@@ -794,19 +805,18 @@ T* norm_by_team(const T* x, const float* weight, T* own, T* shared, int64_t n_ro
 // Prepare a query or key of one head (D): RMS-normalise it unless epsilon is negative, multiply it by the norm's weight (D)
 // unless this is null, scale it, and rotate it by the angles of its position.
 template <typename T>
-std::vector<float> placed(const T* x, int64_t d, float epsilon, const float* norm, float scale, const float* turn) {
-    std::vector<float> head = copied<float>(x, d);
-    float factor = epsilon < 0 ? scale : scale / std::sqrt(dot(head.data(), head.data(), d) / d + epsilon);
+void placed(const T* x, int64_t d, float epsilon, const float* norm, float scale, const float* turn, float* head) {
+    for (int64_t k = 0; k < d; ++k) head[k] = number(x[k]);
+    float factor = epsilon < 0 ? scale : scale / std::sqrt(dot(head, head, d) / d + epsilon);
     for (int64_t k = 0; k < d; ++k) head[k] *= norm ? factor * norm[k] : factor;
     if (turn) {
-        float *left = head.data(), *right = left + d / 2;
+        float *left = head, *right = left + d / 2;
         for (int64_t k = 0; k < d / 2; ++k) {
             const float before = left[k];
             left[k] = before * turn[k] + right[k] * turn[d + k];
             right[k] = right[k] * turn[d / 2 + k] + before * turn[d + d / 2 + k];
         }
     }
-    return head;
 }
 
 // How a layer's queries and keys become weights (attention/modifiers.py). window: the number of keys that a query sees, or 0
@@ -867,6 +877,7 @@ void attend_by_team(
     int64_t n_kv_head, int64_t d, int64_t capacity, const int64_t* lengths, float epsilon, float scale,
     const Scoring& scoring) {
     const int64_t shared = n_head / n_kv_head, width = (n_head + 2 * n_kv_head) * d, n_work = n_batch * n_kv_head;
+    std::vector<float> own(d), query(d), weights(capacity + 1 + LANES), retrieved(d);
 #pragma omp for schedule(static)
     for (int64_t each = 0; each < n_work; ++each) {
         const int64_t b = each / n_kv_head, g = each % n_kv_head, length = lengths[b];
@@ -875,13 +886,12 @@ void attend_by_team(
         const T* next_key = keys[(each + 1) % n_work / n_kv_head] + (each + 1) % n_kv_head * capacity * d;
         const T* new_key = qkv + b * width + (n_head + g) * d;
         T *key = keys[b] + g * capacity * d, *value = values[b] + g * capacity * d;
-        const std::vector<float> own = placed(new_key, d, epsilon, scoring.key_norm, 1, turn);
+        placed(new_key, d, epsilon, scoring.key_norm, 1, turn, own.data());
         for (int64_t k = 0; k < d; ++k) store(key + length * d + k, own[k]);
         std::memcpy(value + length * d, new_key + n_kv_head * d, d * sizeof(T));
         const int64_t n_weight = length + 1 + LANES;  // whole vectors, from any first key on
-        std::vector<float> weights(n_weight), retrieved(d);
         for (int64_t h = g * shared; h < (g + 1) * shared; ++h) {
-            const std::vector<float> query = placed(qkv + b * width + h * d, d, epsilon, scoring.query_norm, scale, turn);
+            placed(qkv + b * width + h * d, d, epsilon, scoring.query_norm, scale, turn, query.data());
             float largest = scoring.sinks ? scoring.sinks[h] : -INFINITY, total = 0;
             for (int64_t s = first; s <= length; ++s) {
                 fetch(value + s * d, d);
@@ -1013,12 +1023,23 @@ void convolve_by_team(
     }
 }
 
+// What goes into `down` is written over n numbers of `ups`, whole vectors; SwiGLU alone reads `gates`.
 template <typename T>
-float activated(int64_t activation, float up, float gate) {
-    if (activation == SWIGLU) return rounded<T>(gate / (1 + std::exp(-gate))) * up;
-    if (activation == RELU2) return up > 0 || up != up ? up * up : 0;
-    if (activation == GELU_EXACT) return 0.5f * up * std::erfc(-0.7071067812f * up);
-    return 0.5f * up * (1 + std::tanh(0.7978845608f * (up + 0.044715f * up * up * up)));
+void activate(int64_t activation, float* ups, const float* gates, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        Floats up = rounded<T, LANES>(vector(ups + i));
+        if (activation == SWIGLU) {
+            const Floats gate = rounded<T, LANES>(vector(gates + i)), e = exponential(gate < 0 ? gate : -gate);
+            up *= rounded<T, LANES>(gate * (gate < 0 ? e : Floats{} + 1) / (1 + e));
+        } else if (activation == RELU2) up = up < 0 ? Floats{} : up * up;
+        else
+            for (int64_t lane = 0; lane < LANES; ++lane) {
+                const float x = up[lane];
+                up[lane] = activation == GELU_EXACT ? 0.5f * x * std::erfc(-0.7071067812f * x)
+                                                    : 0.5f * x * (1 + std::tanh(0.7978845608f * (x + 0.044715f * x * x * x)));
+            }
+        std::memcpy(ups + i, &up, sizeof up);
+    }
 }
 
 // All blocks and the final norm for one new token of each of n_row texts: x (n_row, d_model) -> y. x is overwritten. keys,
@@ -1064,15 +1085,11 @@ void decode(
             if (!shape.parallel_residual) norm_for_mlp();
             const Rows<T>& rows = rows_for(layer.up, mlp_normed, n_row, own, shared);
             by_tiles(layer.up, n_row, [&](const Tile& tile) {
-                float gates[TILE * WIDEST] = {}, ups[TILE * WIDEST];
+                float gates[TILE * WIDEST] = {}, ups[TILE * WIDEST] = {};
                 if (shape.activation == SWIGLU) products(layer.gate, rows, tile, gates);
                 products(layer.up, rows, tile, ups);
-                for (int64_t r = 0; r < tile.n_row; ++r)
-                    for (int64_t o = 0; o < tile.n_out; ++o) {
-                        const int64_t i = r * tile.width + o;
-                        const float value = activated<T>(shape.activation, rounded<T>(ups[i]), rounded<T>(gates[i]));
-                        store(wide.data() + (tile.m + r) * shape.d_mlp + tile.n + o, value);
-                    }
+                activate<T>(shape.activation, ups, gates, tile.n_row * tile.width);
+                put(tile, ups, wide.data(), shape.d_mlp, false);
             });
             linear_by_team(layer.down, wide.data(), x, n_row, shared, true);
         }

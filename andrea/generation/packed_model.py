@@ -200,7 +200,7 @@ class NativeBlocks:
 
         caches: of the B texts, in their order; a cache may hold several texts of equal length.
         """
-        sizes = [len(cache.keys[0]) for cache in caches]
+        sizes, n_row = [len(cache.keys[0]) for cache in caches], len(tokens)
         x = self.embed(tokens, caches, sizes).contiguous()
         added = None
         if self.model.config.value_embedding is not None:
@@ -213,11 +213,12 @@ class NativeBlocks:
         assert length < capacity, f"{length + 1} tokens do not fit a cache with a capacity of {capacity}"
         assert all((cache.keys[0].dtype, cache.capacity) == (x.dtype, capacity) for cache in caches), x.dtype
         lengths = [cache.length for cache, size in zip(caches, sizes, strict=True) for _ in range(size)]
-        lengths = (ctypes.c_int64 * len(x))(*lengths)
+        lengths = (ctypes.c_int64 * n_row)(*lengths)
         keys, values, projected = self.places(caches)
-        for index, layer in enumerate(self.layers):  # `projected` is empty without a convolution
-            layer.projected = ctypes.addressof(projected) + index * len(x) * ctypes.sizeof(POINTER)
-        shape = self.shape(n_row=len(x), capacity=capacity, lengths=ctypes.addressof(lengths))
+        if projected:  # with a convolution
+            for index, layer in enumerate(self.layers):
+                layer.projected = ctypes.addressof(projected) + index * n_row * ctypes.sizeof(POINTER)
+        shape = self.shape(n_row=n_row, capacity=capacity, lengths=ctypes.addressof(lengths))
         rows = address(self.rotary_table), address(added), x.data_ptr(), hidden.data_ptr()
         self.kernel(self.layers, self.final_norm, keys, values, *rows, shape)
         for cache in caches:
@@ -301,7 +302,7 @@ class PackedGPT:
 
         They are, bit for bit, those of each text alone.
         """
-        scores = self.head.by_kernel(self.blocks(tokens, caches)[:, 0]).split(1)
+        scores = self.head.by_kernel(self.blocks(tokens, caches)).unbind()  # each (1, V)
         cap = self.config.logit_softcap
         # each row by itself: torch computes the last numbers of a tensor in another way
         return list(scores) if cap is None else [softcap(each, cap) for each in scores]
