@@ -4,7 +4,7 @@
 
 The whole held-out split, each token after the first of a window a target once. bf16 rounds weights and activations; int8
 rounds the matrices further, to 255 steps a row, head included, under the same bf16 activations; int4 to 16 steps for 32
-weights of a row, and activations to 8 bits.
+weights of a row, the head's as int8 does, and activations to 8 bits.
 """
 
 from __future__ import annotations

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from andrea.checkpoint import Checkpoint
 from andrea.checkpoint.model import open_model
 from andrea.config import MOST_SAMPLED_TOKENS, SampleConfig, UserError
 from andrea.generation.engine import Engine, GeneratedToken, Request
 from andrea.generation.packed_layers import SOURCE, bytes_of, library
-from andrea.generation.packed_model import is_built_in
+from andrea.generation.packed_model import is_built_in, matrices
 from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.device import WEIGHT_DTYPE, choose_precision, unused_gpu
@@ -86,11 +85,12 @@ def bytes_of_weights(model: GPT, precision: str) -> int:
     n_weight = sum(weight.numel() for weight in model.parameters())
     if precision not in BITS:
         return n_weight * WEIGHT_DTYPE[precision].itemsize
-    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    n_other = n_weight - sum(weight.numel() for weight in matrices)
-    matrices += [model.head_weight] if model.head is None else []
-    packed = sum(n_byte for weight in matrices for n_byte in bytes_of(weight, BITS[precision]))
-    return packed + n_other * decoding_dtype(precision, model).itemsize
+    packed = matrices(model, BITS[precision])
+    n_other = n_weight - sum(weight.numel() for weight, _ in packed)
+    if model.head is None:  # the embedding, whose packed copy is the head, stays as it is
+        n_other += model.head_weight.numel()
+    n_packed_bytes = sum(n_byte for matrix in packed for n_byte in bytes_of(*matrix))
+    return n_packed_bytes + n_other * decoding_dtype(precision, model).itemsize
 
 
 def decoding_dtype(requested: str, model: GPT) -> torch.dtype:

@@ -276,7 +276,7 @@ def rounded(model: GPT, bits: int | None) -> GPT:
             is_matrix = parameter.ndim == 2 and not any(
                 each in name for each in ("position", "embedding.weight", "table")
             )
-            if is_matrix and bits == 8:
+            if is_matrix and (bits == 8 or bits == 4 and name == "head.weight"):
                 in_8_bits, scale = quantised(parameter)
                 parameter.copy_(in_8_bits * scale[:, None])
             elif is_matrix and bits == 4:
@@ -343,6 +343,7 @@ def test_all_blocks_in_one_call_are_the_blocks_one_by_one(name, dtype, bits, n_t
 def test_a_model_in_few_bits_is_the_model_of_its_rounded_weights(name, bits):
     model = make_named(name)
     packed = pack(copy.deepcopy(model).requires_grad_(False), bits=bits, compiled=False)
+    assert isinstance(packed.head, Int8Linear)
     tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(3))
     double = rounded(model, bits=bits)
     share = {8: 2e-3, 4: 5e-2}[bits]  # x in 16 bits, and in 8
