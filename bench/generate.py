@@ -110,13 +110,15 @@ def contest(chosen: argparse.Namespace) -> None:
     make = make_hugging_face if who == "hugging face" else make_andrea
     model = make(config, chosen.vocabulary, chosen.device)
     n_weight = count_weights(model)
-    n_read = n_weight - (0 if config.tied_head else chosen.vocabulary * config.d_model)
+    n_of_head = chosen.vocabulary * config.d_model
+    n_read, precision = n_weight - (0 if config.tied_head else n_of_head), kind.partition("-")[0]
+    n_in_8_bits = n_of_head if precision == "int4" else 0  # of the head, which int4 keeps in 8 bits
     writer = hugging_face_writer if who == "hugging face" else andrea_writer
     write = writer(model, kind, chosen)
     first_token_ms = 1000 * median_seconds(lambda: write(chosen.long_prompt_tokens, 1), chosen.device)
     facts = {
         "parameters": n_weight,
-        "bytes_per_token": n_read * BYTES[kind.partition("-")[0]],
+        "bytes_per_token": (n_read - n_in_8_bits) * BYTES[precision] + n_in_8_bits,
         "first_token_ms": first_token_ms,
     }
     serve(lambda: write(chosen.prompt_tokens, chosen.new_tokens), chosen.device, **facts)

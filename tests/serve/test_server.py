@@ -311,16 +311,14 @@ def test_the_answer_to_a_large_body_arrives_though_the_body_is_still_sent(served
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {4 * most}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head.encode())
-        wait_until(lambda: any(each.cycle and each.cycle.response_complete for each in connections_of(running)))
+        wait_until(
+            lambda: any(each.cycle and each.cycle.response_complete for each in list(running.server_state.connections))
+        )
         connection.sendall(b" " * (4 * most))
         answered = connection.recv(65536)
         assert answered.startswith(b"HTTP/1.1 413") and b"more than" in answered
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-
-
-def connections_of(running: server.Server) -> list[server.Connection]:
-    return list(running.server_state.connections)
 
 
 def send(url: str, data: bytes, seconds: float = 10) -> bytes:
