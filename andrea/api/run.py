@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from andrea.api.command_line import CommandLine, compose, configure, read
 from andrea.config import RunConfig, UserError, parse, to_plain
 from andrea.config.keys import chosen_groups, flatten
-from andrea.config.parse import check_combinations, parse_values
+from andrea.config.parse import check_combinations, is_null, parse_values
 from andrea.runtime.code_cache import torch_cache_folder
 from andrea.runtime.program import module_command, module_environment
 from andrea.runtime.user_classes import allowing
@@ -34,9 +34,10 @@ def train_one(argv: list[str]) -> FinishedRun:
     started = time.monotonic()
     line = read(RunConfig, argv)
     composed = compose("train", line)
+    check_command(composed)
     # By the user, not by a checkpoint:
     named = composed["attention"]["compatibility"], composed["model"]["mlp"], composed["objective"]["reward"]
-    if composed["init_from"] not in (None, "", "null"):
+    if not is_null(composed["init_from"]):
         from andrea.interop.importing.import_model import imported_if_foreign
         from andrea.training.resume import with_source
 
@@ -57,6 +58,14 @@ def train_one(argv: list[str]) -> FinishedRun:
     precompile_headers(typed, argv)
     with allowing(named, typed.trust):
         return new_or_resumed(typed, line, started)
+
+
+def check_command(composed: dict[str, Any]) -> None:
+    """Raises UserError for what no run can be asked for, before a checkpoint is read. composed: not parsed yet."""
+    if composed["name"] == "wandb":
+        raise UserError("name=wandb is the folder of wandb's own files; choose another name")
+    if not is_null(composed["resume"]) and not is_null(composed["init_from"]):
+        raise UserError("resume and init_from exclude each other: resume=… continues a run, init_from=… starts a new one")
 
 
 def has_conversations(data: dict[str, Any]) -> bool:
@@ -81,8 +90,10 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
 
     if typed.init_from:
         resume.check_source(typed)
-    is_named = "{" not in (typed.name or "")  # a name that has no places to fill in
-    config = typed if typed.resume and is_named else with_length_and_name(typed)
+    config = typed
+    if not typed.resume or "{" in (typed.name or ""):  # places to fill in, from what was typed alone
+        check_combinations(typed)
+        config = with_length_and_name(typed)
     progress, groups = None, chosen_groups(line.groups)
     with join_ranks(config.parallel.watchdog_minutes) as (ranks, watchdog):
         checkpoint = ranks.from_rank_0(lambda: resume.find_resume(config)) if config.resume else None

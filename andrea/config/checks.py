@@ -163,10 +163,6 @@ def check_objective(config: schema.RunConfig) -> Iterator[str]:
 
 def check_run(config: schema.RunConfig, path: str) -> Iterator[str]:
     yield from check_objective(config)
-    if config.name == "wandb":
-        yield "name=wandb is the folder of wandb's own files; choose another name"
-    if config.resume and config.init_from:
-        yield "resume and init_from exclude each other: resume=… continues a run, init_from=… starts a new one"
     if config.attention.compatibility == "additive" and config.model.position == "rotary":
         yield "attention.compatibility=additive has no dot product to rotate; set model.position=learned, alibi or none"
     if config.attention.qk_clip is not None:

@@ -119,6 +119,11 @@ def convert_union(hint: Any, value: Any, where: str) -> Any:
     raise WrongType(f"{where}={value} is not allowed; allowed: {describe(hint)}{nearest(str(value), literals)}")
 
 
+def is_null(value: Any) -> bool:
+    """Whether a value for a key that holds text, not parsed yet, is null or empty."""
+    return value in (None, "", "null")
+
+
 def is_text(hint: Any) -> bool:
     bare = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     return isinstance(bare, type) and issubclass(bare, Text)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.attention.implementations.triton import kernel_errors
-from andrea.config import AttentionConfig, RunConfig
+from andrea.config import AttentionConfig, RunConfig, UserError
 from andrea.generation import Engine, Request, Sampling
 from andrea.model.gpt import GPT
 from andrea.model.lora import merge
@@ -305,6 +305,16 @@ def sample_tokens(config: RunConfig, tokenizer: Tokenizer) -> list[int]:
     if isinstance(tokenizer, ChatTokenizer):
         return fitting_prompt(tokenizer, [Turn(USER, prompt)], config.model.sequence_length)[0]
     return [tokenizer.end_of_text, *tokenizer.encode(prompt)][-config.model.sequence_length :]
+
+
+def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for a prompt of the samples that is longer than the model's window, before training begins."""
+    n_token, n_window = len(tokenizer.encode(str(config.data.sample_prompt))), config.model.sequence_length
+    if config.train.sample_tokens and n_token > n_window:
+        raise UserError(
+            f"data.sample_prompt has {n_token} tokens, but the model sees at most model.sequence_length={n_window}; shorten "
+            f"data.sample_prompt, or write no samples with train.sample_tokens=0"
+        )
 
 
 def lens_prompt(config: RunConfig, corpus: Corpus) -> str:

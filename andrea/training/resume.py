@@ -297,12 +297,13 @@ def merge(
     before.pop("trust", None)  # valid for one command line, never read from a checkpoint
     if other_ranks:
         before |= {key: value for key, value in now.items() if key.startswith(OF_THE_RANKS)}
-    typed = {key for key in now if key.split(".")[0] in typed_groups or key in typed_values or key in OF_THIS_COMMAND}
-    after = dict(before)
-    for key in typed:
-        is_typed = any(f"{key}.".startswith(f"{name}.") for name in (*typed_values, *OF_THIS_COMMAND))
-        if is_typed or now[key] != "auto":
-            after[key] = now[key]
+
+    def is_typed(key: str) -> bool:  # or part of a typed mapping, such as data.sources
+        return any(f"{key}.".startswith(f"{name}.") for name in (*typed_values, *OF_THIS_COMMAND))
+
+    typed = {key for key in now if key.split(".")[0] in typed_groups or is_typed(key)}
+    after = {key: value for key, value in before.items() if key in now or not is_typed(key)}
+    after |= {key: now[key] for key in typed if is_typed(key) or now[key] != "auto"}
     set_now = {key for key in typed if now[key] != "auto"} | typed_values.keys()
     again = choose_again(after, differing(before, after), left_auto, set_now)
     after |= again
@@ -311,17 +312,18 @@ def merge(
         is_path = key == "data.path" or (key.startswith("data.sources.") and key.endswith(".path"))
         if not is_path and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED):
             raise UserError(
-                f"{key}={as_typed(after[key])} cannot replace {key}={as_typed(before.get(key))} of the run to resume; "
-                f"leave {key} out, or start a new run from its weights with init_from=…"
+                f"{key}={as_typed(after.get(key))} cannot replace {key}={as_typed(before.get(key))} of the run to resume; "
+                f"leave {key} out, or start a new run: from its weights, if they have the same shapes, with init_from=…"
             )
     planned = set() if after.get("dry_run") else {key for key in INTERVALS if key in again}
     told = sorted(changed - planned)
-    return lay_over({}, after), [f"{key}: {as_typed(before.get(key))} → {as_typed(after[key])}" for key in told]
+    return lay_over({}, after), [f"{key}: {as_typed(before.get(key))} → {as_typed(after.get(key))}" for key in told]
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """The keys of the run whose values differ."""
-    return {key for key in after if key not in OF_THIS_COMMAND and same(before.get(key)) != same(after[key])}
+    keys = (before.keys() | after.keys()).difference(OF_THIS_COMMAND)
+    return {key for key in keys if same(before.get(key)) != same(after.get(key))}
 
 
 def same(value: Any) -> Any:
@@ -449,7 +451,7 @@ def check_model(config: RunConfig, source: Checkpoint) -> None:
             differ["attention.compatibility"] = config.attention.compatibility, attention.compatibility
         if not differ:
             raise
-        listed = ", ".join(f"{key}={mine} (init_from has {their})" for key, (mine, their) in differ.items())
+        listed = ", ".join(f"{key}={as_typed(mine)} (init_from has {as_typed(their)})" for key, (mine, their) in differ.items())
         raise UserError(
             f"init_from={config.init_from} has weights of other shapes: {listed}; leave {' and '.join(differ)} out to use the "
             f"model of init_from"

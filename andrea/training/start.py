@@ -24,7 +24,7 @@ from andrea.runtime.device import WEIGHT_DTYPE, choose_threads, keep_freed_memor
 from andrea.text.corpus import Corpus, open_corpus
 from andrea.text.loader import Loader
 from andrea.text.tokenizer import Tokenizer
-from andrea.training.evaluation import Evaluator, Lens, measures_every_step
+from andrea.training.evaluation import Evaluator, Lens, check_sample_prompt, measures_every_step
 from andrea.training.expected.curves import ExpectedCurves
 from andrea.training.health.health import make_health
 from andrea.training.loss.loss import MicroBatchLoss, load_teachers
@@ -349,13 +349,3 @@ def resumed_length(
     """The steps of a resumed run as planned now, which the text decides if they are set to `auto`."""
     known = with_choices(asked, left_auto, Situation(machine, corpus), ("train.max_minutes", "train.steps"))
     return progress_at_start(known, checkpoint, left_auto).planned_steps
-
-
-def check_sample_prompt(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError for a prompt of the samples that is longer than the model's window, before training begins."""
-    n_token, n_window = len(tokenizer.encode(str(config.data.sample_prompt))), config.model.sequence_length
-    if config.train.sample_tokens and n_token > n_window:
-        raise UserError(
-            f"data.sample_prompt has {n_token} tokens, but the model sees at most model.sequence_length={n_window}; shorten "
-            f"data.sample_prompt, or write no samples with train.sample_tokens=0"
-        )

@@ -140,8 +140,6 @@ def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
         ["train.max_minutes=0"],
         ["train.max_minutes=inf"],
         ["name=a/b"],
-        ["name=wandb"],
-        ["resume=auto", "init_from=x"],
         ["device=gpu"],
         ["device=auto:1"],
         ["threads=0"],

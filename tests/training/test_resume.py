@@ -64,16 +64,20 @@ def test_a_group_typed_again_is_no_change_but_for_what_differs() -> None:
     assert changes == ["optimizer.learning_rate: 0.001 → 0.004"] and merged["train"] == SAVED["train"]
 
 
-def test_a_mixture_typed_again_is_no_change_but_for_what_differs() -> None:
+@pytest.mark.parametrize("groups", [{}, {"data": "mixture"}])  # {}: as the run has it already
+def test_a_mixture_typed_again_is_no_change_but_for_what_differs(groups: dict) -> None:
     def mixture(include: list[str]) -> dict:
         source = {"kind": "text", "path": "notes", "weight": None, "include": include, "exclude": [], "field": None}
         return {"kind": "mixture", "path": None, "sample_prompt": "", "sources": {"a": source}}
 
     saved = SAVED | {"data": mixture([])}
-    typed = {"data": "mixture"}, {"data.sources": mixture([])["sources"]}
+    typed = groups, {"data.sources": mixture([])["sources"]}
     assert merge(saved, COMPOSED | {"data": mixture([])}, *typed)[1] == []
     with pytest.raises(UserError, match=r"data.sources.a.include=\[\*.md\] cannot replace"):
         merge(saved, COMPOSED | {"data": mixture(["*.md"])}, *typed)
+    saved["data"]["sources"]["b"] = saved["data"]["sources"]["a"]
+    with pytest.raises(UserError, match=r"data.sources.b.exclude=null cannot replace data.sources.b.exclude=\[\]"):
+        merge(saved, COMPOSED | {"data": mixture([])}, *typed)
 
 
 @pytest.mark.parametrize("key", ["model__d_model", "seed", "train__tokens_per_step", "optimizer__kind"])
@@ -211,16 +215,17 @@ def test_a_run_continues_where_the_same_text_has_another_path(tmp_path: Path, no
         tiny_run("name=a", "resume=auto", "train.steps=8", f"data.path={there}")
 
 
-def test_the_paths_of_a_mixture_may_change_and_nothing_else_of_it() -> None:
+@pytest.mark.parametrize("groups", [{}, {"data": "mixture"}])
+def test_the_paths_of_a_mixture_may_change_and_nothing_else_of_it(groups: dict) -> None:
     mixture = {"kind": "mixture", "path": None, "sources": {"a": {"kind": "text", "path": "old", "weight": 1}}}
     saved, moved = SAVED | {"data": mixture}, {"kind": "text", "path": "new", "weight": 1}
     composed = COMPOSED | {"data": mixture | {"sources": {"a": moved}}}
-    assert merge(saved, composed, {"data": "mixture"}, {"data.sources": {"a": moved}})[1] == [
+    assert merge(saved, composed, groups, {"data.sources": {"a": moved}})[1] == [
         "data.sources.a.path: old → new"
     ]
     composed["data"]["sources"]["a"]["weight"] = 2
     with pytest.raises(UserError, match="data.sources.a.weight=2 cannot replace"):
-        merge(saved, composed, {"data": "mixture"}, {"data.sources": {"a": moved}})
+        merge(saved, composed, groups, {"data.sources": {"a": moved}})
 
 
 def test_a_finished_run_says_how_it_is_extended(tiny_run, capsys) -> None:

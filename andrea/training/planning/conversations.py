@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 from andrea.config import lay_over
+from andrea.config.parse import is_null
 
 # Of the rates of a new model. andrea-nano ends, after 400 steps of python_chat, at 0.182, 0.168 and 0.169 bits per byte with
 # 0.1, 0.3 and 1 of them: a smaller share undoes less of what was learned before.
@@ -21,7 +22,7 @@ def for_conversations(composed: dict[str, Any], values: dict[str, Any]) -> dict[
     the learning rates, and the rates begin to fall when the held-out loss has risen a few times.
     """
     suited: dict[str, Any] = {"attention.across_documents": False}
-    if composed["init_from"] not in (None, "", "null"):
+    if not is_null(composed["init_from"]):
         share = TUNING_RATE if composed["objective"]["kind"] == "next_token" else OBJECTIVE_RATE
         is_lora = str(composed["model"]["lora_rank"]) != "0"  # typed values are not parsed yet
         for name, rate in composed["optimizer"].items():

@@ -16,7 +16,7 @@ import torch
 
 from andrea.attention import Case, choose, make_compatibility, packed_documents
 from andrea.attention.implementations.fastest import measure
-from andrea.config import RunConfig, UserError
+from andrea.config import RunConfig, UserError, as_typed
 from andrea.model.gpt import make_mask, make_modifiers
 from andrea.model.lora import ALPHA
 from andrea.model.size import count_parameters, count_trained
@@ -285,12 +285,16 @@ def choose_again(
 ) -> dict[str, Any]:
     """The settings of `after` (dotted) that become `auto` or null, because keys that they depend on have changed.
 
-    changed: the keys that differ from the saved ones. typed: the keys whose value was typed.
+    changed: the keys that differ from the saved ones. typed: the keys whose value was typed. Raises UserError for two lengths.
     """
     again: dict[str, Any] = {}
-    lengths = [key for key in LENGTH if key in changed and key in typed]
-    if lengths:  # two of them would contradict each other
-        again |= {key: None for key in LENGTH[1:] if key not in typed and after.get(key) is not None}
+    lengths = [key for key in LENGTH if key in typed and after[key] not in (None, "auto")]
+    if any(key in changed for key in lengths):  # two of them would contradict each other
+        if len(lengths) > 1:
+            both = " and ".join(f"{key}={as_typed(after[key])}" for key in lengths)
+            raise UserError(f"{both} both set the length of training; leave one out")
+        others = {"train.steps": "auto", "train.flops": None, "train.tokens_per_parameter": None}
+        again |= {key: value for key, value in others.items() if key not in typed and after.get(key) != value}
     for key, row in AUTO.items():
         is_chosen = key in left_auto and key not in typed and after.get(key) != "auto"
         if is_chosen and any(cause in changed or cause in again for cause in row.depends_on):

@@ -13,7 +13,7 @@ from conftest import tiny_words
 
 from andrea.api.command_line import configure
 from andrea.checkpoint import checkpoints_of, read_checkpoint
-from andrea.config import RunConfig
+from andrea.config import RunConfig, UserError
 from andrea.training.planning.plan import choose_again
 from andrea.training.records import Progress
 from andrea.training.records.run_folder import read_lines
@@ -101,7 +101,18 @@ def test_one_length_replaces_another() -> None:
     assert typed == {"train.flops": None, "train.eval_every": "auto"}
     typed = choose_again(after, {"train.flops"}, ["train.steps", "train.eval_every"], {"train.flops"})
     assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
+    typed = choose_again(after, {"train.flops"}, ["train.eval_every"], {"train.flops"})  # the number of steps was typed, too
+    assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
     assert choose_again(after, set(), ["train.steps", "train.eval_every"], set()) == {}
+    assert choose_again(after, {"precision"}, [], {"precision", "train.steps", "train.flops"}) == {}  # as they were
+    with pytest.raises(UserError, match=r"train.steps=20 and train.flops=.* both set the length"):
+        choose_again(after, {"train.steps"}, [], {"train.steps", "train.flops"})
+
+
+def test_a_length_in_operations_replaces_the_steps_of_a_resumed_run(train, capsys) -> None:
+    train("train.steps=8")
+    config = train("train.flops=6e8", resumed=True)
+    assert config["train"]["steps"] > 8 and "changed train.flops: null" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------- the learning rate
