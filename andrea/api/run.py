@@ -65,7 +65,9 @@ def check_command(composed: dict[str, Any]) -> None:
     if composed["name"] == "wandb":
         raise UserError("name=wandb is the folder of wandb's own files; choose another name")
     if not is_null(composed["resume"]) and not is_null(composed["init_from"]):
-        raise UserError("resume and init_from exclude each other: resume=… continues a run, init_from=… starts a new one")
+        raise UserError(
+            "resume and init_from exclude each other: resume=… continues a run, init_from=… starts a new one"
+        )
 
 
 def has_conversations(data: dict[str, Any]) -> bool:

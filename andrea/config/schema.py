@@ -187,6 +187,11 @@ class ModelConfig:
         return self.d_model // self.n_head if self.d_head is None else self.d_head
 
     @property
+    def n_key_head(self) -> int:
+        """The heads of keys and values: n_kv_head, or n_head if it is None."""
+        return self.n_kv_head or self.n_head
+
+    @property
     def d_attended(self) -> int:
         """The width of all heads together: what the output projection of attention reads."""
         return self.n_head * self.head_width

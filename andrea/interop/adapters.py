@@ -125,10 +125,10 @@ def joined_factors(trained: Trained, layers: Mapping[str, tuple[Tensor, Tensor]]
     for layer in range(trained.model.n_layer):
         place = f"blocks.{layer}.attention"
         three = [joined.pop(f"{place}.{each}") for each in ("query", "key", "value")]
-        n_shared = trained.model.n_head // trained.n_kv_head
+        n_shared = trained.model.n_head // trained.model.n_key_head
         b = [three[0][1]]
         for _, rows in three[1:]:  # as the weights: shared heads are repeated
-            b.append(rows.unflatten(0, (trained.n_kv_head, -1)).repeat_interleave(n_shared, dim=0).flatten(0, 1))
+            b.append(rows.unflatten(0, (trained.model.n_key_head, -1)).repeat_interleave(n_shared, dim=0).flatten(0, 1))
         joined[f"{place}.joined"] = torch.cat([a for a, _ in three]), torch.block_diag(*b)
     return joined
 

@@ -38,10 +38,6 @@ class Trained:
     def model(self) -> ModelConfig:
         return self.gpt.config
 
-    @property
-    def n_kv_head(self) -> int:
-        return self.model.n_kv_head or self.model.n_head
-
     def setting(self, key: str) -> Any:
         """The value of a key, such as model.norm or attention.gate."""
         group, name = key.split(".")
@@ -246,8 +242,10 @@ def joined_weights(trained: Trained) -> dict[str, Tensor]:
         for end in ("weight", "bias"):
             parts = [weights.pop(f"blocks.{layer}.attention.query.{end}")]
             for each in ("key", "value"):
-                rows = weights.pop(f"blocks.{layer}.attention.{each}.{end}").unflatten(0, (trained.n_kv_head, -1))
-                parts.append(rows.repeat_interleave(model.n_head // trained.n_kv_head, dim=0).flatten(0, 1))
+                rows = weights.pop(f"blocks.{layer}.attention.{each}.{end}").unflatten(
+                    0, (trained.model.n_key_head, -1)
+                )
+                parts.append(rows.repeat_interleave(model.n_head // trained.model.n_key_head, dim=0).flatten(0, 1))
             weights[f"blocks.{layer}.attention.joined.{end}"] = torch.cat(parts)
     return weights
 
@@ -264,7 +262,7 @@ def shared_config(trained: Trained) -> dict[str, Any]:
         "intermediate_size": model.d_mlp,
         "num_hidden_layers": model.n_layer,
         "num_attention_heads": model.n_head,
-        "num_key_value_heads": trained.n_kv_head,
+        "num_key_value_heads": trained.model.n_key_head,
         "head_dim": model.head_width,
         "max_position_embeddings": model.sequence_length,
     }

@@ -140,7 +140,7 @@ def add_model(writer: Any, trained: Trained) -> None:
     writer.add_block_count(model.n_layer)
     writer.add_feed_forward_length(model.d_mlp)
     writer.add_head_count(model.n_head)
-    writer.add_head_count_kv(model.n_head if writer.arch == "gpt2" else trained.n_kv_head)
+    writer.add_head_count_kv(model.n_head if writer.arch == "gpt2" else trained.model.n_key_head)
     writer.add_vocab_size(trained.tokenizer.n_vocab)
     if model.norm == "rmsnorm":
         writer.add_layer_norm_rms_eps(model.norm_epsilon)

@@ -269,7 +269,7 @@ class Block(nn.Module):
             )
         value_embedding = None
         if config.value_embedding is not None:
-            width = (config.n_kv_head or config.n_head) * config.head_width
+            width = config.n_key_head * config.head_width
             value_embedding = ValueEmbedding(config.value_embedding, config.d_model, n_vocab, width)
         self.attention_norm = make_norm(config)
         self.attention = MultiHeadAttention(
@@ -448,7 +448,7 @@ class GPT(nn.Module):
 
         fixed_shapes, ragged: as in `KeyValueCache`.
         """
-        weight, n_kv_head = self.embedding.weight, self.config.n_kv_head or self.config.n_head
+        weight, n_kv_head = self.embedding.weight, self.config.n_key_head
         return KeyValueCache(
             self.config.n_layer,
             n_batch,

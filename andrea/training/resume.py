@@ -451,7 +451,9 @@ def check_model(config: RunConfig, source: Checkpoint) -> None:
             differ["attention.compatibility"] = config.attention.compatibility, attention.compatibility
         if not differ:
             raise
-        listed = ", ".join(f"{key}={as_typed(mine)} (init_from has {as_typed(their)})" for key, (mine, their) in differ.items())
+        listed = ", ".join(
+            f"{key}={as_typed(mine)} (init_from has {as_typed(their)})" for key, (mine, their) in differ.items()
+        )
         raise UserError(
             f"init_from={config.init_from} has weights of other shapes: {listed}; leave {' and '.join(differ)} out to use the "
             f"model of init_from"

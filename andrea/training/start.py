@@ -69,7 +69,6 @@ MakeLogger = Callable[[Path], Logger]  # run folder -> logger
 class RunSetup:
     """The inputs from which a run is built. started: time.monotonic() at the beginning of the command."""
 
-    plan: Plan
     started: float
     machine: Machine
     corpus: Corpus
@@ -144,10 +143,8 @@ def start(
     with contextlib.ExitStack() as held:
         ranks.from_rank_0(lambda: held.enter_context(run_folder_locked(folder)))
         console.say(f"run: {folder.resolve()}")
-        setup = RunSetup(
-            plan, started, machine, corpus, checkpoint, folder, console, watchdog, lens, run_page, objective
-        )
-        plan, parallel, loss = make_model_and_loss(setup, source, teachers)
+        setup = RunSetup(started, machine, corpus, checkpoint, folder, console, watchdog, lens, run_page, objective)
+        plan, parallel, loss = make_model_and_loss(setup, plan, source, teachers)
         trainer = make_trainer(setup, plan, parallel, loss)
         code = 1
         with advising_to_continue(folder, plan.config):
@@ -174,10 +171,10 @@ def make_objective(plan: Plan, corpus: Corpus, machine: Machine, teachers: Seque
 
 
 def make_model_and_loss(
-    setup: RunSetup, source: Checkpoint | None, teachers: Sequence[GPT]
+    setup: RunSetup, plan: Plan, source: Checkpoint | None, teachers: Sequence[GPT]
 ) -> tuple[Plan, Parallel, nn.Module]:
     """The model shared among the ranks, its compiled loss, and the plan with the micro-batch and `compile` that worked."""
-    plan, config, device, tokenizer = setup.plan, setup.plan.config, setup.machine.device, setup.corpus.tokenizer
+    config, device, tokenizer = plan.config, setup.machine.device, setup.corpus.tokenizer
     setup.watchdog.at(0, "building the model")
     model = make_model(config, tokenizer, source, fresh=setup.checkpoint is None)
     parallel = make_parallel(plan.sharing, config, setup.machine.ranks, device, model, tokenizer)

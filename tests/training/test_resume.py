@@ -220,9 +220,7 @@ def test_the_paths_of_a_mixture_may_change_and_nothing_else_of_it(groups: dict) 
     mixture = {"kind": "mixture", "path": None, "sources": {"a": {"kind": "text", "path": "old", "weight": 1}}}
     saved, moved = SAVED | {"data": mixture}, {"kind": "text", "path": "new", "weight": 1}
     composed = COMPOSED | {"data": mixture | {"sources": {"a": moved}}}
-    assert merge(saved, composed, groups, {"data.sources": {"a": moved}})[1] == [
-        "data.sources.a.path: old → new"
-    ]
+    assert merge(saved, composed, groups, {"data.sources": {"a": moved}})[1] == ["data.sources.a.path: old → new"]
     composed["data"]["sources"]["a"]["weight"] = 2
     with pytest.raises(UserError, match="data.sources.a.weight=2 cannot replace"):
         merge(saved, composed, groups, {"data.sources": {"a": moved}})

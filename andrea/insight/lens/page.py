@@ -73,7 +73,7 @@ def model_facts(model: GPT, tokens: Tensor) -> dict[str, Any]:
         "layers": config.n_layer,
         "heads_per_layer": config.n_head,
         "d_head": config.head_width,
-        "kv_heads": config.n_kv_head or config.n_head,
+        "kv_heads": config.n_key_head,
         "sequence_length": config.sequence_length,
         "compatibility": name,
         "lowers": attention.compatibility.lowers,

@@ -313,9 +313,8 @@ def choose_attention(config: RunConfig, device: torch.device) -> Choice:
     if not config.attention.across_documents:  # four documents, as an example
         packing = packed_documents(torch.arange(n_token, device=device)[None, None] * 4 // n_token)
         masks = {window: mask & packing for window, mask in masks.items()}
-    n_kv_head = model.n_kv_head or model.n_head
-    compatibility = make_compatibility(config.attention.compatibility, model.n_head, model.head_width, n_kv_head)
-    shapes = [(1, n_head, n_token, model.head_width) for n_head in (model.n_head, n_kv_head)]
+    compatibility = make_compatibility(config.attention.compatibility, model.n_head, model.head_width, model.n_kv_head)
+    shapes = [(1, n_head, n_token, model.head_width) for n_head in (model.n_head, model.n_key_head)]
     query, key = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     asked, measured = config.attention.implementation, measures_every_step(config.attention)
     try:

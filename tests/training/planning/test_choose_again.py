@@ -101,7 +101,8 @@ def test_one_length_replaces_another() -> None:
     assert typed == {"train.flops": None, "train.eval_every": "auto"}
     typed = choose_again(after, {"train.flops"}, ["train.steps", "train.eval_every"], {"train.flops"})
     assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
-    typed = choose_again(after, {"train.flops"}, ["train.eval_every"], {"train.flops"})  # the number of steps was typed, too
+    # Where the number of steps was typed, too:
+    typed = choose_again(after, {"train.flops"}, ["train.eval_every"], {"train.flops"})
     assert typed == {"train.steps": "auto", "train.eval_every": "auto"}
     assert choose_again(after, set(), ["train.steps", "train.eval_every"], set()) == {}
     assert choose_again(after, {"precision"}, [], {"precision", "train.steps", "train.flops"}) == {}  # as they were
