@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def export(config: ExportConfig) -> int:
     folder = folder_of(config, checkpoint)
     text = Path(config.text).expanduser() if config.text else None
     read_text(text)  # raises before anything is computed
+    if config.hub is not None:
+        with suppress(ImportError):  # `upload` says so
+            # This module reads HF_HUB_OFFLINE when it is imported, and the proof will set the variable.
+            import huggingface_hub.constants  # noqa: F401
     trained = load_trained(checkpoint)
     target: Target = TARGETS[config.to](trained, config.dtype)
     print(f"{checkpoint.path} becomes {target.what}: {target.why}")
