@@ -309,6 +309,8 @@ def load_hf_tokenizer(path: Path, n_vocab: int | None = None) -> HfTokenizer | C
         return HfTokenizer(content, end, n_vocab, file)
     whole = from_json(content)
     whole["added_tokens"] = [each for each in whole["added_tokens"] if each["content"] not in SPECIAL]
+    vocabulary = whole["model"]["vocab"]  # as of an export
+    whole["model"]["vocab"] = {token: number for token, number in vocabulary.items() if token not in SPECIAL}
     return ChatTokenizer(HfTokenizer(json.dumps(whole).encode(), end, n_vocab - len(SPECIAL), file))
 
 

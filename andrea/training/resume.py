@@ -46,7 +46,7 @@ from andrea.training.parallel.saver import Saver
 from andrea.training.planning.length import is_open
 from andrea.training.planning.plan import AUTO, INTERVALS, choose_again
 from andrea.training.records import Progress
-from andrea.training.records.run_folder import LOCK, mark_of, read_lines, run_folder_of
+from andrea.training.records.run_folder import LOCK, beginning_of, read_lines, run_folder_of
 
 # Keys that a resumed run may not change: with other values it would be a different run. The paths of the text may change,
 # because text is recognised by its fingerprint: a run may continue on a machine where the same text has another path.
@@ -76,10 +76,11 @@ def find_resume(config: RunConfig) -> Checkpoint | None:
     found = newest_whole(folder)
     if found is None and checkpoints_of(folder):  # a new run would remove checkpoints that may be repairable
         raise UserError(f"resume=auto: every checkpoint of {folder} is damaged; start a new run with another name=…")
-    if found is None and (parent := mark_of(folder).get("init_from")):  # a new run would begin from random weights
+    if found is None and (began_from := beginning_of(folder)):  # a new run would begin from random weights
+        instead = "in place of resume=auto" if "resume" in began_from else "and without resume"
         raise UserError(
             f"resume=auto: {folder} has no checkpoint yet; type the command that began it again, with "
-            f"{typed_words(init_from=parent)} and without resume"
+            f"{typed_words(**began_from)} {instead}"
         )
     return found and with_found_paths(found)
 

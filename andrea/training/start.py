@@ -295,9 +295,8 @@ def make_trainer(setup: RunSetup, plan: Plan, parallel: Parallel, loss: nn.Modul
     best = progress.best_bpb
     progress.best_bpb = ranks.from_rank_0(lambda: mark_and_prune(folder, config.train.keep, best))  # on the disk
     torchrun.record_run_folder(folder)
-    run_id = ranks.from_rank_0(
-        lambda: mark(folder, checkpoint.state.get("run") if checkpoint else None, config.init_from)
-    )
+    known_id, resumed = (checkpoint.state.get("run"), checkpoint.path) if checkpoint else (None, None)
+    run_id = ranks.from_rank_0(lambda: mark(folder, known_id, config.init_from, resumed))
     facts = checkpoint_facts(plan, corpus, ranks, run_id)
     records = Records([], console, folder, progress, setup.watchdog)
     if ranks.is_rank_0:

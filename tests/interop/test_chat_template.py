@@ -9,11 +9,13 @@ import pytest
 from exportable import BLOCKS_OF_32, make_trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from importable import write_tokenizer as write_library_tokenizer
 
 from andrea.interop.gguf import Gguf
 from andrea.interop.hugging_face.tokenizer_files import write_tokenizer
 from andrea.interop.proof import compared_text, prove
 from andrea.text.chat import ASSISTANT, CHAT_TEMPLATE, SYSTEM, USER, ChatTokenizer, Turn, fitting_prompt
+from andrea.text.load_tokenizer import load_hf_tokenizer
 from andrea.text.tokenizer import ByteTokenizer, train_bpe
 
 transformers = pytest.importorskip("transformers")
@@ -46,6 +48,31 @@ def test_transformers_makes_the_same_tokens_of_a_conversation(tokenizer: ChatTok
     check()
     for text in ("<|user|> and <|end|>", "<|endoftext|>"):  # asked for, text stays text
         assert theirs(text, split_special_tokens=True)["input_ids"][1:] == tokenizer.encode(text)
+
+
+def test_the_tokens_of_turns_keep_their_ids_after_rows_without_a_token(tmp_path: Path) -> None:
+    """As in Qwen and Pythia, whose models have more rows than tokens."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "out").mkdir()
+    write_library_tokenizer(tmp_path / "source", 400)
+    file = tmp_path / "source" / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    n_token = len(content["model"]["vocab"])
+    content["added_tokens"].append(content["added_tokens"][0] | {"content": "<|added|>", "id": n_token})
+    file.write_text(json.dumps(content), encoding="utf-8")
+    ours = ChatTokenizer(load_hf_tokenizer(file, 400))
+    assert n_token + 1 < 400  # there are such rows
+    write_tokenizer(tmp_path / "out", ours, 512)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.convert_tokens_to_ids(["<|endoftext|>", "<|added|>", *ours.special]) == [
+        ours.end_of_text,
+        n_token,
+        *ours.special.values(),
+    ]
+    found = theirs.apply_chat_template(messages_of(CONVERSATION), add_generation_prompt=True)
+    assert found["input_ids"] == fitting_prompt(ours, CONVERSATION, 10**6)[0]
+    again = load_hf_tokenizer(tmp_path / "out", ours.n_vocab)
+    assert again.special == ours.special and again.encode("def main") == ours.encode("def main")
 
 
 def test_an_exported_chat_model_is_proven(tmp_path: Path) -> None:

@@ -272,6 +272,25 @@ def test_an_earlier_step_is_refused_unless_a_run_is_named(run: Path, tmp_path: P
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
+def test_a_run_that_goes_on_from_another_and_has_no_checkpoint_yet_is_begun_again_from_the_same_step(
+    run: Path, tiny_run
+) -> None:
+    named, other = f"resume={run / 'checkpoints' / 'step-00000004'}", run.parent / "other"
+    words = [named, "name=other", "train.steps=6", "precision=fp32"]
+    assert tiny_run(*words) == 0
+    (made,) = checkpoints_of(other)
+    weights = (made / "model.safetensors").read_bytes()
+    shutil.rmtree(made)  # as if it had been killed before
+    with pytest.raises(
+        UserError, match=f"has no checkpoint yet; type the command .* with {named} in place of resume=auto"
+    ):
+        tiny_run("name=other", "resume=auto")
+    with pytest.raises(UserError, match="name=other: .* exists"):
+        tiny_run(f"resume={run / 'checkpoints' / 'step-00000008'}", "name=other", "train.steps=9")
+    assert tiny_run(*words) == 0
+    assert (made / "model.safetensors").read_bytes() == weights
+
+
 def test_typed_values_are_checked_with_those_of_the_run(tmp_path: Path, tiny_run, script) -> None:
     """The default model has longer sequences than one step of this run has tokens, and a width that 7 does not divide."""
     shape = ["model.d_model=28", "model.n_head=7", "model.sequence_length=16", "train.tokens_per_step=64"]

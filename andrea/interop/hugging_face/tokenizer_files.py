@@ -42,6 +42,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
     if tokenizer.special:
         added = [special_token(name, token) for name, token in tokenizer.special.items()]
         content |= {"added_tokens": [*content["added_tokens"], *added]}
+        if is_read:  # the model may have rows without a token in front of them
+            content |= {"model": with_ids(content["model"], content["added_tokens"])}
         settings |= {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
     for name, plain in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
         (folder / name).write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -71,6 +73,11 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "merges": [list(pair) for pair in visible_merges(tokenizer)],
         },
     }
+
+
+def with_ids(model: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, Any]:
+    """The model of a tokenizer.json, with added tokens in its vocabulary: the library numbers all others without a gap."""
+    return model | {"vocab": model["vocab"] | {each["content"]: each["id"] for each in added}}
 
 
 def special_token(name: str, token: int) -> dict[str, Any]:

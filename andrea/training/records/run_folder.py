@@ -124,18 +124,26 @@ def run_folder_of(checkpoint: Checkpoint) -> Path | None:
     return folder if found is not None and found == checkpoint.state.get("run") else None
 
 
-def mark(folder: Path, run_id: str | None, parent: str | None = None) -> str:
+def mark(folder: Path, run_id: str | None, init_from: str | None = None, resume: Path | None = None) -> str:
     """The id of the run in `folder`. A folder without an id gets `run_id`, or a new id. Raises StorageFailed.
 
-    parent: the checkpoint from whose weights the run begins. The mark keeps it, because a resumed run has no init_from.
+    init_from, resume: the checkpoint from which the run begins: from its weights, or going on from it in a folder of its
+    own. The mark keeps it, because a command that resumes the run does not name it.
     """
     found = run_id_of(folder)
     if found is None:
         found = run_id or secrets.token_hex(8)
+        named = {"init_from": init_from, "resume": resume}
         with files.storing(folder / MARK):
-            about = {"run": found} | ({"init_from": str(parent)} if parent else {})
+            about = {"run": found} | {key: str(path) for key, path in named.items() if path}
             files.replace_text(folder / MARK, json.dumps(about) + "\n")
     return found
+
+
+def beginning_of(folder: Path) -> dict[str, str]:
+    """The checkpoint from which the run in `folder` began, under the key that named it; empty for random weights."""
+    about = mark_of(folder)
+    return {key: about[key] for key in ("init_from", "resume") if isinstance(about.get(key), str)}
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
@@ -255,11 +263,11 @@ class RunFolder(Logger):
                 files.replace_bytes(path, b"".join(line + b"\n" for line in kept))
 
 
-def new_run_folder(config: RunConfig) -> Path:
+def new_run_folder(config: RunConfig, checkpoint: Checkpoint | None = None) -> Path:
     """The folder of a new run. Raises UserError if the folder holds another run, or files of other programs.
 
-    With resume=auto, after a restart by torchrun, or from the same init_from, a run without a checkpoint may start again in its
-    folder.
+    checkpoint: of another run, from which the run goes on. With resume=auto, after a restart by torchrun, or from the same
+    checkpoint as before, a run without a checkpoint of its own may start again in its folder.
     """
     began = torchrun.recorded_run_folder()
     if began and is_run_folder(began) and not checkpoints_of(began):
@@ -271,7 +279,8 @@ def new_run_folder(config: RunConfig) -> Path:
         if is_free(folder):
             return folder
     killed_early = is_run_folder(folder) and not checkpoints_of(folder)
-    is_same = config.init_from is not None and mark_of(folder).get("init_from") == str(config.init_from)
+    key, source = ("resume", checkpoint.path) if checkpoint else ("init_from", config.init_from)
+    is_same = source is not None and beginning_of(folder) == {key: str(source)}
     if killed_early and (config.resume == "auto" or torchrun.is_restart() or is_same):
         return folder
     if is_run_folder(folder):
@@ -288,7 +297,7 @@ def folder_to_write(config: RunConfig, checkpoint: Checkpoint | None) -> tuple[P
     own = run_folder_of(checkpoint) if checkpoint else None
     named = Path(config.runs_dir) / config.name if config.name else own
     if own is None or named is None or named.resolve() != own.resolve():
-        return new_run_folder(config), False
+        return new_run_folder(config, checkpoint), False
     return own, True
 
 
