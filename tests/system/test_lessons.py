@@ -8,9 +8,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, TINY
+
+import andrea
+from andrea.text.chat import ChatTokenizer
+from andrea.text.tokenizer import ByteTokenizer
 
 FOLDER = ROOT / "docs" / "lessons"
 LESSONS = sorted(FOLDER.glob("[0-9]*.md"))
@@ -56,6 +61,14 @@ def test_the_lessons_without_a_run(page: Path, capsys: pytest.CaptureFixture) ->
     run_python(page, {})
     out = capsys.readouterr().out
     assert {"01": "13.7", "02": "[False, False, False, True]", "03": "True"}[page.name[:2]] in out
+
+
+def test_the_questions_of_the_last_lesson_are_asked(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    """The test of all lessons, which trains the model that answers, is long and seldom runs."""
+    answering = SimpleNamespace(tokenizer=ChatTokenizer(ByteTokenizer()), generate=lambda ids, **_: str(len(ids)))
+    monkeypatch.setattr(andrea, "load", lambda name: answering)
+    run_python(LESSONS[-1], {})
+    assert "0 of 10 facts and 0 of 10 sums are right" in capsys.readouterr().out
 
 
 @pytest.mark.slow
