@@ -31,14 +31,14 @@ def choose_tokens(logits: Tensor, history: Tensor, sampling: Sampling, uniform: 
     likeliest token after the repetition penalty; the other rules then have no effect. `uniform` is the only source of
     randomness: the same numbers choose the same tokens on every device. The choice is made on the CPU for a device without
     fp64, and for CUDA in torch's deterministic mode (a sample of a run with deterministic=true), where CUDA has no
-    cumulated sum.
+    cumulated sum. If logits are not finite, the result is V, which is not a token.
     """
     device = logits.device
     if not has_fp64(device) or (device.type == "cuda" and torch.are_deterministic_algorithms_enabled()):
         return choose_tokens(logits.cpu(), history.cpu(), sampling, uniform.cpu()).to(device)
     logits = penalise_repetition(logits.float(), history, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
+        return torch.where(logits.amax(dim=-1).isfinite(), logits.argmax(dim=-1), logits.shape[-1])
     # The maximum is subtracted first, because division by a tiny temperature could otherwise give inf - inf. In fp64 a
     # tiny temperature does not round to 0.
     logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / sampling.temperature

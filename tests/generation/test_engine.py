@@ -345,10 +345,11 @@ def test_longest_overlap():
     assert [longest_overlap(text, "aab") for text in ("", "a", "xaa", "aab", "aaa")] == [0, 1, 2, 0, 2]
 
 
-def test_scores_that_are_not_finite_are_a_user_s_error():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_not_finite_are_a_user_s_error(temperature):
     model = make_model(dataclasses.replace(CONFIG, logit_softcap=None))
     with torch.no_grad():
         model.head.weight.fill_(3e38)
         model.final_norm.weight.fill_(3e38)
     with pytest.raises(UserError, match="not finite"):
-        Engine(model, TOKENIZER).write("a", Request(3))
+        Engine(model, TOKENIZER).write("a", Request(3, sampling=Sampling(temperature)))
