@@ -213,24 +213,32 @@ def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path |
     """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
 
     After Ctrl-C, the generated part of every text is shown. Then KeyboardInterrupt is raised again.
-    out: a file that receives the texts too.
+    out: a file that receives the texts too, whole also if nobody reads standard output any more.
     """
+
+    def show_here(text: str) -> None:
+        try:
+            show(text)
+        except ReaderEnded:
+            if out is None:
+                raise
+
     label = "--- sample {} ---\n"
     texts = [""] * len(prompts)
     interrupt = None
     tell(label.format(1) if len(prompts) > 1 else "")
-    show(prompts[0])
+    show_here(prompts[0])
     try:
         for token in tokens:
             texts[token.sample] += token.text
             if token.sample == 0:
-                show(token.text)
+                show_here(token.text)
     except KeyboardInterrupt as raised:
         interrupt = raised
-    show("\n")
+    show_here("\n")
     for index in range(1, len(prompts)):
         tell(label.format(index + 1))
-        show(prompts[index] + texts[index] + "\n")
+        show_here(prompts[index] + texts[index] + "\n")
     if out is not None:
         records = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in zip(prompts, texts, strict=True)]
         with storing(out, of_run=False):

@@ -143,6 +143,20 @@ def test_the_texts_are_also_written_to_a_file(tmp_path, capsys, given):
     assert shown == "".join(prompt + "aaa\n" for prompt in begun)
 
 
+def test_the_file_is_whole_though_nobody_reads_the_output_any_more(tmp_path, capsys, monkeypatch):
+    """As after `| head -1`. Without a file nobody needs the texts, and the command ends early."""
+
+    def fail() -> None:
+        raise BrokenPipeError
+
+    write(tmp_path)
+    monkeypatch.setattr("andrea.generation.sample_command.raise_output_failure", fail)
+    out = tmp_path / "texts.jsonl"
+    output(config_of(tmp_path, out=Text(out), num_samples=2), capsys)
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == ["aaaaa"] * 2
+    assert "sample 2" not in output(config_of(tmp_path, num_samples=2), capsys)[1]
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(UserError, match="out=.*there is no folder"):
         sample(
