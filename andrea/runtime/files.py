@@ -102,6 +102,8 @@ def remove_unfinished(folder: Path) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a staging path, then flushes the file and renames it to `path`, unless the block raises. Raises OSError."""
+    if path.exists() and not path.is_file():  # such as /dev/null, in whose place root would put a file
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     staging = staging_path(path)
     try:
         yield staging
@@ -137,7 +139,7 @@ def check_writable(out: Path) -> None:
     folder = out.parent
     if not folder.is_dir():
         raise UserError(f"out={out}: there is no folder {str(folder)!r}; create it, or name another file with out=…")
-    if out.is_dir() or not os.access(out if out.exists() else folder, os.W_OK):
+    if (out.exists() and not out.is_file()) or not os.access(out if out.exists() else folder, os.W_OK):
         raise UserError(f"out={out} cannot be written; name another file with out=…")
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from andrea.config import UserError
 from andrea.runtime import files
 from andrea.runtime.files import (
     Locked,
     StorageFailed,
+    check_writable,
     exclusive_lock,
     file_sha256,
     is_locked,
@@ -41,6 +43,16 @@ from andrea.runtime.files import (
 )
 def test_a_line_ends_at_a_newline_alone(text: str, lines: list[str]) -> None:
     assert lines_of(text) == lines
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """Root could otherwise replace /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe cannot be written"):
+        check_writable(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        replace_text(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo() and os.listdir(tmp_path) == ["pipe"]
 
 
 @pytest.mark.parametrize(
