@@ -161,7 +161,7 @@ def read_prompt(prompt: str, name: str = "prompt") -> str:
     else:
         return prompt
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # without the mark that some editors write in front
     except UnicodeDecodeError as error:
         raise UserError(f"{name}={prompt}: {origin} is not UTF-8 text (byte {error.start}); convert it first") from None
 

@@ -216,6 +216,8 @@ def test_prompt_from_a_file_or_standard_input(tmp_path, monkeypatch):
     path = tmp_path / "prompt.txt"
     path.write_bytes("déf\r\n".encode())
     assert read_prompt(f"@{path}") == "déf\r\n"
+    path.write_bytes("\ufeffdéf\r\n".encode())  # with a byte order mark, as a file of prompts may have one
+    assert read_prompt(f"@{path}") == "déf\r\n"
     stdin(monkeypatch, "déf\r\n".encode())
     assert read_prompt("-") == "déf\r\n"
 
