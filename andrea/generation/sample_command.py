@@ -116,7 +116,7 @@ def check_device_offers(precision: str, compile_: str, device: torch.device) -> 
         raise UserError(f"precision=int4 is for a CPU, got device={device}; use precision=bf16, or device=cpu")
     if precision == "int8" and device.type != "cpu" and compile_ == "off":
         raise UserError(
-            f"precision=int8 is not faster on {device} without compile=on; add compile=on, or use precision=bf16"
+            f"precision=int8 is faster on {device} only with compile=on, a key of sample.py alone; use precision=bf16"
         )
     if compile_ == "on" and device.type != "cuda":
         raise UserError(f"compile=on needs a CUDA GPU, got device={device.type}; use compile=off")

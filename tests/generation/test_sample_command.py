@@ -81,6 +81,13 @@ def test_4_bits_are_for_a_cpu():
         check_device_offers("int4", "on", torch.device("cuda"))
 
 
+def test_8_bits_on_a_gpu_need_a_key_that_other_commands_lack():
+    """`serve`, `evaluate` and `andrea.load` have the key precision, and no key compile."""
+    with pytest.raises(UserError, match="on cuda only with compile=on, a key of sample.py alone; use precision=bf16"):
+        check_device_offers("int8", "off", torch.device("cuda"))
+    check_device_offers("int8", "on", torch.device("cuda"))
+
+
 def test_compiling_is_refused_where_it_gains_nothing(tmp_path):
     write(tmp_path)
     with pytest.raises(UserError, match="compile=on needs a CUDA GPU, got device=cpu"):
