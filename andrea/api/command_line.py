@@ -35,9 +35,9 @@ def read(kind: type, argv: list[str]) -> CommandLine:
     words: dict[str, str] = {}
     for word in argv:
         key, equals, value = word.partition("=")
-        if not equals:
+        if not equals or not key:
             raise not_key_value(kind, word, hint_for_text(kind, word))
-        if key[:1] in "+~":
+        if key[0] in "+~":
             raise UserError(f"{word!r}: keys cannot be added (+) or removed (~); write {key.lstrip('+~')}=…")
         key = "source" if (kind, key) == (ImportConfig, "from") else key  # no field of a dataclass can be called `from`
         hint = type_of_key(kind, key)

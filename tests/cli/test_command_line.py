@@ -114,6 +114,7 @@ def test_a_bug_keeps_its_traceback() -> None:
     ("word", "message"),
     [
         ("train", "not of the form key=value"),
+        ("=3", "not of the form"),
         ("+train.steps=3", "cannot be added"),
         ("~data=x", "cannot be added"),
         ("data.sources={a", "cannot be read"),
