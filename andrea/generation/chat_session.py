@@ -21,7 +21,7 @@ from andrea.runtime.files import StorageFailed, replace_text, storing
 from andrea.runtime.program import typed_command
 from andrea.runtime.streams import tell
 from andrea.text.chat import ASSISTANT, SYSTEM, USER, ChatTokenizer, Turn, fitting_prompt
-from andrea.text.tokenizer import Tokenizer
+from andrea.text.tokenizer import Tokenizer, without_surrogates
 
 YOU, CONTINUED = "you> ", "...> "
 HELP = """\
@@ -96,6 +96,7 @@ class ChatSession:
 
     def take(self, line: str) -> None:
         """One line of the user: a message, or a command."""
+        line = without_surrogates(line)  # prompt= may hold bytes that are no text, and /save writes UTF-8
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         system = "".join(turn.content for turn in self.turns[:1] if turn.role == SYSTEM)  # which stays after /new

@@ -70,6 +70,12 @@ def test_a_conversation_is_saved_as_a_line_of_data_chat(engine: Engine, tmp_path
     assert json.loads(file.read_text()) == {"messages": [vars(turn) for turn in session.turns]}
 
 
+def test_a_message_of_bytes_that_are_no_text_can_be_saved(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "saved.jsonl"
+    session_after(engine, "a\udcff", f"/save {file}")
+    assert json.loads(file.read_text("utf-8"))["messages"][0]["content"] == "a\ufffd"
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
