@@ -18,7 +18,14 @@ from andrea.checkpoint.model import open_model
 from andrea.config import SampleConfig, UserError, parse, to_plain
 from andrea.config.keys import suggestion
 from andrea.generation.engine import Engine
-from andrea.generation.sample_command import check_batch, describe, last_tokens, make_engine, request_of
+from andrea.generation.sample_command import (
+    check_batch,
+    describe,
+    last_tokens,
+    make_engine,
+    request_of,
+    stream_in_batches,
+)
 from andrea.insight.lens.trace import trace_layers
 from andrea.model.gpt import GPT
 from andrea.runtime.device import choose_device
@@ -106,7 +113,7 @@ class LoadedModel:
         configs/sample.yaml, which holds their defaults. The model reads at most the last sequence_length tokens of a
         prompt; if a prompt is longer, a line on standard error says so, as by sample.py.
 
-        The prompts of a list are continued in one batch. Text i has the seed `seed + i`: it is the text of
+        The prompts of a list are continued in batches that memory holds. Text i has the seed `seed + i`: it is the text of
         `generate(prompts[i], seed=seed + i)`, except for rounding, which may choose another token where two are almost
         equally likely. Raises UserError.
         """
@@ -115,7 +122,8 @@ class LoadedModel:
         settings = self.with_keywords(keywords)
         check_batch(len(prompt), settings.max_new_tokens, "the list")
         texts = [""] * len(prompt)
-        for token in self.engine.stream_all([self.prompt_tokens(each) for each in prompt], request_of(settings)):
+        tokens = [self.prompt_tokens(each) for each in prompt]
+        for token in stream_in_batches(self.engine, tokens, request_of(settings)):
             texts[token.sample] += token.text
         return texts
 

@@ -130,6 +130,11 @@ class KeyValueCache:
     def capacity(self) -> int:
         return self.keys[0].shape[2]
 
+    @property
+    def n_bytes(self) -> int:
+        """The memory of all keys and values, and of what is kept before the convolution."""
+        return sum(each.nbytes for each in (*self.keys, *self.values, *self.projected))
+
     def layer(self, index: int) -> LayerCache:
         projected = self.projected[index] if self.projected else None
         return LayerCache(self.keys[index], self.values[index], self.length, self.filled, projected)

@@ -71,10 +71,7 @@ class Batch:
     @property
     def n_cache_bytes(self) -> int:
         """The memory of the keys and values of all texts."""
-        windows = [*self.idle, *(text.window for text in self.texts)]
-        caches = [window.cache for window in windows]
-        kept = [each for cache in caches for each in (*cache.keys, *cache.values, *cache.projected)]
-        return sum(each.nbytes for each in kept)
+        return sum(window.cache.n_bytes for window in (*self.idle, *(text.window for text in self.texts)))
 
     def join(self, text: BatchedText) -> None:
         """Add a text. Call this only if `idle` is not empty."""

@@ -4,6 +4,7 @@ Standard output receives the texts alone, each a prompt with its continuation. E
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from andrea.generation.sampling import Sampling
 from andrea.model.gpt import GPT
 from andrea.runtime.device import WEIGHT_DTYPE, choose_precision, unused_gpu
 from andrea.runtime.files import check_writable, lines_of, replace_text, storing
+from andrea.runtime.free_and_peak_memory import free_host_bytes
 from andrea.runtime.native import REASONS
 from andrea.runtime.streams import at_words, raise_output_failure, tell, write
 from andrea.text.tokenizer import Tokenizer
@@ -47,11 +49,12 @@ def sample(config: SampleConfig, device: torch.device) -> int:
     request = request_of(config)
     with contextlib.suppress(ReaderEnded):
         if config.prompts is not None:
-            show_texts(prompts, engine.stream_all(tokens, request), out)
+            show_texts(prompts, stream_in_batches(engine, tokens, request), out)
         elif config.interactive:
             answer_lines(engine, prompt, request)
         else:
-            show_texts(prompts * request.num_samples, engine.stream(tokens[0], request), out)
+            n = request.num_samples
+            show_texts(prompts * n, stream_in_batches(engine, tokens * n, request), out)
     return 0
 
 
@@ -188,6 +191,20 @@ def check_batch(n_prompt: int, max_new_tokens: int, origin: str) -> None:
         )
 
 
+def stream_in_batches(engine: Engine, prompts: list[list[int]], request: Request) -> Iterator[GeneratedToken]:
+    """As `Engine.stream_all`, but only as many texts at a time as half of the free memory holds keys and values of.
+
+    Each text takes those of a whole window. Otherwise the system would end the process, and all texts would be lost.
+    """
+    device, window = engine.device, engine.model.make_cache(1, engine.model.config.sequence_length)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    n_at_once = max(1, free // 2 // window.n_bytes)
+    for first in range(0, len(prompts), n_at_once):
+        part = dataclasses.replace(request, seed=request.seed + first)
+        for token in engine.stream_all(prompts[first : first + n_at_once], part):
+            yield dataclasses.replace(token, sample=first + token.sample)
+
+
 def last_tokens(engine: Engine, prompt: str | list[int]) -> list[int]:
     """The last tokens of the prompt that the model can see. If the prompt is cut, a line on standard error says so.
 
@@ -210,7 +227,7 @@ def last_tokens(engine: Engine, prompt: str | list[int]) -> list[int]:
 
 
 def show_texts(prompts: list[str], tokens: Iterator[GeneratedToken], out: Path | None = None) -> None:
-    """Show the first text as it is generated. Then show the other texts, which were generated in the same batch.
+    """Show the first text as it is generated. Then show the other texts.
 
     After Ctrl-C, the generated part of every text is shown. Then KeyboardInterrupt is raised again.
     out: a file that receives the texts too, whole also if nobody reads standard output any more.
@@ -252,8 +269,8 @@ def answer_lines(engine: Engine, prompt: str, request: Request) -> None:
     """Continue each line of standard input. Earlier lines do not affect later ones. A prompt given with prompt= comes first."""
 
     def answer(line: str) -> None:
-        tokens = engine.stream(last_tokens(engine, line), request)
-        show_texts([line] * request.num_samples, tokens)
+        n = request.num_samples
+        show_texts([line] * n, stream_in_batches(engine, [last_tokens(engine, line)] * n, request))
 
     tell("each line is a separate prompt; Ctrl-C ends a text, Ctrl-D the session\n")
     take_lines(prompt, answer, ask, errors="surrogateescape")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_checkpoint import make_model, write_model
+from tiny_checkpoint import CONFIG, make_model, write_model
 
 from andrea.config import SampleConfig, Text, UserError, parse, to_plain
 from andrea.generation.engine import Engine
@@ -134,6 +134,24 @@ def test_each_line_of_a_file_is_a_prompt_of_one_batch(tmp_path, capsys):
     for lookahead in (0, 3):
         text, told = output(dataclasses.replace(config, lookahead=lookahead), capsys)
         assert text == "def aaaaa\nclass A:aaaaa\n" and told.endswith("\n\n--- sample 1 ---\n--- sample 2 ---\n")
+
+
+@pytest.mark.parametrize("given", ["prompts", "samples"])
+def test_texts_whose_keys_and_values_memory_does_not_hold_are_written_in_several_batches(
+    tmp_path, capsys, monkeypatch, given
+):
+    write_model(tmp_path, make_model().state_dict())
+    (tmp_path / "prompts").write_text("a\nbc\nd\nefg\nh\n")
+    more = {"prompts": Text(tmp_path / "prompts"), "prompt": Text("")} if given == "prompts" else {"num_samples": 5}
+    config = config_of(tmp_path, temperature=1.0, **more)
+    expected, _ = output(config, capsys)
+    stream, sizes = Engine.stream_all, []
+    monkeypatch.setattr(
+        Engine, "stream_all", lambda self, texts, of: (sizes.append(len(texts)), stream(self, texts, of))[1]
+    )
+    one = make_model().make_cache(1, CONFIG.sequence_length).n_bytes
+    monkeypatch.setattr("andrea.generation.sample_command.free_host_bytes", lambda: 5 * one)
+    assert output(config, capsys)[0] == expected and sizes == [2, 2, 1]
 
 
 @pytest.mark.parametrize("given", ["prompts", "samples"])
