@@ -32,7 +32,13 @@ def user_id() -> int:
 
 
 def private_memory(n_bytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, n_bytes) if WINDOWS else mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Raises MemoryError, which the commands turn into a line that says what to do."""
+    try:
+        return (
+            mmap.mmap(-1, n_bytes) if WINDOWS else mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        )
+    except OSError as error:
+        raise MemoryError(f"{n_bytes} bytes: {error.strerror}") from error
 
 
 def open_no_link(path: str, flags: int) -> int:

@@ -20,6 +20,7 @@ from andrea.runtime.device import (
     peak_flops,
     unused_gpu,
 )
+from andrea.runtime.free_and_peak_memory import is_out_of_memory
 
 CPU = torch.device("cpu")
 
@@ -152,6 +153,12 @@ def test_large_blocks_apart_are_returned_where_others_are_kept() -> None:
     done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True)
     apart, kept = map(int, done.stdout.split())
     assert apart < 64 and kept > 192
+
+
+def test_memory_that_is_not_there_is_told_as_such_and_not_as_a_file() -> None:
+    with pytest.raises(MemoryError, match="Cannot allocate memory") as error:
+        LargePages(1 << 60)
+    assert is_out_of_memory(error.value)
 
 
 def test_peaks_are_known_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
