@@ -355,6 +355,14 @@ def test_slow_clients_are_closed(runs, monkeypatch):
 
 
 def test_a_client_that_reads_nothing_is_closed(endless, monkeypatch):
+    def listen_with_small_buffers(
+        host: str, port: int
+    ) -> socket.socket:  # which are full in time on a slow machine, too
+        listening = server.listen(host, port)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listening
+
+    monkeypatch.setattr("served.listen", listen_with_small_buffers)
     monkeypatch.setattr(server, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(server, "SWEEP_SECONDS", 0.1)
     with serving(config_of(endless, timeout_s=1.5, max_tokens=10**6)) as (url, running):
