@@ -103,7 +103,8 @@ class Findings:
             if fields != ("text",)
         ]
         for words, count in self.counts.items():
-            line = f"{words.format(f'{count:,}')}: {', '.join(self.names[words])}{', …' * (count > NAMED_AT_MOST)}"
+            counted = words.replace("{}", f"{count:,}", 1)  # what follows may be a role or a field, also with braces
+            line = f"{counted}: {', '.join(self.names[words])}{', …' * (count > NAMED_AT_MOST)}"
             if fields := [printable(name)[:FIELD_CHARACTERS] for name in self.other_fields[words]]:
                 shown = ", ".join(fields[:FIELDS_NAMED_AT_MOST]) + ", …" * (len(fields) > FIELDS_NAMED_AT_MOST)
                 line += f" (fields found: {shown}; choose one with {field_key}=…)"

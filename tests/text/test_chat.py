@@ -32,6 +32,7 @@ from andrea.text.corpus import open_corpus
 from andrea.text.load_tokenizer import load_tokenizer
 from andrea.text.loader import Loader, validation_batches
 from andrea.text.shards import IGNORED_TARGET, TokenStream
+from andrea.text.sources import texts_at
 from andrea.text.tokenizer import ByteTokenizer, train_bpe
 
 BYTES = ChatTokenizer(ByteTokenizer())
@@ -210,6 +211,17 @@ def test_what_is_no_conversation_is_left_out_and_said(tmp_path: Path) -> None:
     assert "left out 1 (conversations in which the assistant says nothing)" in lines
     assert "left out 1 (conversations with the role 'tool')" in lines
     assert "left out 1 (documents that are no conversation)" in lines
+
+
+def test_a_role_and_a_field_with_braces_are_named_as_they_are(tmp_path: Path) -> None:
+    good = [{"prompt": f"{n}", "completion": f"{n}"} for n in range(12)]
+    odd = {"conversations": [{"from": "{user}", "value": "Hello"}, {"from": "gpt", "value": "Good day"}]}
+    write_records(tmp_path / "a.jsonl", [*good, odd])
+    corpus_of(tmp_path / "a.jsonl", tmp_path, said := [])
+    assert "chat: left out 1 (conversations with the role '{user}'): a.jsonl#12" in said
+    write_records(tmp_path / "b.jsonl", [{"{}": "text"}, {"other": 1}])
+    texts_at(tmp_path / "b.jsonl", "text", "{}", (said := []).append)
+    assert any('left out 1 (without the field "{}")' in line for line in said)
 
 
 def with_half_a_pair(value: Any) -> list[Any]:
