@@ -360,14 +360,22 @@ def translated(part: str) -> str:
         if token == "*":
             chunks.append("")
         elif len(token) > 2 and token.startswith("["):
-            negated = token[1] in "!^"
-            inside = token[1 + negated : -1].replace("\\", "\\\\").replace("[", "\\[")
-            chunks[-1] += f"[{'^' * negated}{inside}]"
+            chunks[-1] += class_of(token)
         else:
             chunks[-1] += "[^/]" if token == "?" else re.escape(token[-1])
     first, *inner = chunks
     last = f"[^/]*{inner.pop()}" if inner else ""
     return first + "".join(f"(?>[^/]*?{chunk})" for chunk in inner) + last
+
+
+def class_of(token: str) -> str:
+    """A glob's class of characters as a regular expression. One that no character fits, such as [s-2], stands for itself."""
+    negated = token[1] in "!^"
+    inside = re.sub(r"[^\w-]", r"\\\g<0>", token[1 + negated : -1])
+    try:
+        return re.compile(f"[{'^' * negated}{inside}]").pattern
+    except re.error:
+        return re.escape(token)
 
 
 def matches(patterns: Sequence[re.Pattern[str]], name: str) -> bool:

@@ -56,7 +56,7 @@ def test_a_glob_with_many_stars_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
-@pytest.mark.parametrize("glob", ["[b.txt]", "['b.txt', c.txt]", "[nothing]"])
+@pytest.mark.parametrize("glob", ["[b.txt]", "['b.txt', c.txt]", "[nothing]", "[notes-2.txt,b.txt]"])
 def test_a_list_in_place_of_a_glob_is_refused_with_the_words_to_type(tmp_path: Path, option: str, glob: str) -> None:
     folder_of(tmp_path, {name: b"some text" for name in ("a.txt", "b.txt", "c.txt")})
     with pytest.raises(UserError, match=f"data.{option}=.* once for each glob: ") as refused:
