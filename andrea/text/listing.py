@@ -254,8 +254,10 @@ def reason_to_skip(folder: Path, names: set[str], is_root: bool) -> str:
         return ""
     if folder.name == "node_modules" or "pyvenv.cfg" in names:
         return "installed packages"
+    if folder.name.startswith("python_chat-") and {"train.jsonl", "held_out.jsonl"} <= names:  # of data=python_chat
+        return OWN
     has_weights = any(name.endswith((".safetensors", "pytorch_model.bin")) for name in names)
-    return "beside the weights of a model" if has_weights and "config.json" in names else ""
+    return "beside the weights of a model" if has_weights and {"config.json", "adapter_config.json"} & names else ""
 
 
 def is_own(folder: Path, names: set[str]) -> bool:

@@ -89,6 +89,7 @@ def test_what_we_wrote_ourselves_is_never_text(tmp_path: Path) -> None:
         "runs/a/lens/page.html": b"<p>", "runs/sweeps/lr/0.json": b'{"text": "a"}',
         "data/notes-bpe-512-1a/meta.json": b"{}", "data/notes-bpe-512-1a/tokenizer.json": b"{}",
         "data/notes-bpe-512-1a/tokenizer.tiktoken": b"aaaa 1\n", "data/b.partial/tokenizer.json": b"{}",
+        "data/python_chat-3.11/train.jsonl": b'{"text": "a"}\n', "data/python_chat-3.11/held_out.jsonl": b'{"text": "a"}\n',
         "data/downloads/shakespeare/input.txt": b"To be", "exported/modeling_andrea.py": b"import torch\n",
         "exported/README.md": b"# card", "copy/manifest.json": b"{}", "copy/state.json": b"{}",
         "compare.html": b'<html><meta name="generator" content="ANDREA"><p>',
@@ -102,13 +103,14 @@ def test_what_we_wrote_ourselves_is_never_text(tmp_path: Path) -> None:
 def test_packages_and_models_of_others_are_named(tmp_path: Path) -> None:
     files = {
         "a.md": b"text", "node_modules/x/index.js": b"x", "venv/pyvenv.cfg": b"home = /usr", "venv/lib/a.py": b"a = 1",
+        "lora/adapter_config.json": b"{}", "lora/adapter_model.safetensors": bytes(9),
         "gpt2/config.json": b"{}", "gpt2/model.safetensors": bytes(9), "gpt2/vocab.json": b"{}",
     }  # fmt: skip
     documents, said = read(folder_of(tmp_path, files))
     assert documents == ["text"]
     assert any(line.startswith("left out 3 (installed packages): ") for line in said), said
-    assert any(line.startswith("left out 3 (beside the weights of a model): ") for line in said), said
-    assert "1 of 7 files are read" in said
+    assert any(line.startswith("left out 5 (beside the weights of a model): ") for line in said), said
+    assert "1 of 9 files are read" in said
 
 
 def test_other_formats_are_named_with_what_converts_them(tmp_path: Path) -> None:
