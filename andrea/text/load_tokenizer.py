@@ -47,10 +47,15 @@ GPT2_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `save` wrote to `folder`. Raises UserError if a file is missing or damaged."""
+    """The tokenizer that `save` wrote to `folder`, or that of another model, by its tokenizer.json.
+
+    Raises UserError if a file is missing or damaged.
+    """
     path = folder / DESCRIPTION
     try:
         description = from_json(read_plain_file(path, LARGEST_FILE_BYTES))
+        if isinstance(description, dict) and "model" in description:
+            return load_hf_tokenizer(folder)
         identity, is_chat = description["identity"], "special" in description
         found = described_tokenizer(folder, description["base"] if is_chat else description)
         found = ChatTokenizer(found) if is_chat else found
@@ -105,13 +110,9 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     if config.kind == "gpt2":
         return load_gpt2(config.path)
     path = Path(config.path or "").expanduser()
-    if config.kind == "hf":
-        if not os.path.exists(path):
-            raise UserError(f"tokenizer.path={path} does not exist; name a tokenizer.json, or its folder")
-        return load_tokenizer(path) if os.path.exists(path / HF_FILE) else load_hf_tokenizer(path)
     if not config.path:
         return None
-    found = from_path(path, "bpe")
+    found = from_path(path, config.kind)
     # A run that was tuned for chat keeps the size that it began with.
     if config.vocab_size not in (None, "auto", found.n_vocab, without_special(found).n_vocab):
         raise UserError(
@@ -122,11 +123,12 @@ def configured_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def from_path(path: Path, kind: str) -> Tokenizer:
-    """The tokenizer at `path`: a rank file, a checkpoint, prepared data or GPT-2's list of merges. Raises UserError."""
+    """The tokenizer at `path`: a rank file, a tokenizer.json or its folder, or GPT-2's list of merges. Raises UserError."""
     if not os.path.exists(path):
         raise UserError(f"tokenizer.path={path} does not exist; name a .tiktoken file or a folder with {DESCRIPTION}")
+    path = path.parent if path.name == DESCRIPTION else path
     if os.path.isfile(path) and kind != "byte":
-        return RankTokenizer(kind, read_ranks(path))
+        return load_hf_tokenizer(path) if kind == "hf" else RankTokenizer(kind, read_ranks(path))
     if not os.path.exists(path / DESCRIPTION):
         if kind == "gpt2":
             return from_merges(path)

@@ -15,13 +15,19 @@ from large_vocabulary import FIRST_RARE, N_VOCAB, large_tokenizer, rare_text
 
 from andrea.config import TokenizerConfig, UserError
 from andrea.text.load_tokenizer import configured_tokenizer, load_gpt2, load_tokenizer
-from andrea.text.tokenizer import BLOCK_CHARACTERS, ByteTokenizer, RankTokenizer, train_bpe
+from andrea.text.tokenizer import BLOCK_CHARACTERS, ByteTokenizer, RankTokenizer, train_bpe, visible_bytes
 
 TEXTS = [
     "def main(self):\n    return self.value\n" * 7,
     "the cat sat on the mat, and the hat\n" * 11,
     "привет, мир 12345\n" * 5,
 ]
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+OF_ANOTHER_MODEL = {
+    "added_tokens": [{"id": 256, "content": "<|endoftext|>", "special": True} | dict.fromkeys(FLAGS, False)],
+    "decoder": {"type": "ByteLevel"},
+    "model": {"type": "BPE", "vocab": visible_bytes(), "merges": []},
+}
 CACHE = Path(__file__).parents[3] / "shared" / "data" / "tiktoken-cache"
 needs_cache = pytest.mark.skipif(not CACHE.exists(), reason="GPT-2's vocabulary is not in a folder next to the project")
 
@@ -164,13 +170,14 @@ def test_configured(bpe: RankTokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path)
     assert configured_tokenizer(TokenizerConfig("byte", None, None)).n_vocab == 257
     assert configured_tokenizer(TokenizerConfig("bpe", 311, None)) is None
-    for path in (tmp_path, tmp_path / "tokenizer.tiktoken"):
+    for path in (tmp_path, tmp_path / "tokenizer.tiktoken", tmp_path / "tokenizer.json"):
         assert configured_tokenizer(TokenizerConfig("bpe", 311, str(path))).identity == bpe.identity
 
 
 def test_wrong_paths_are_named(bpe: RankTokenizer, tmp_path: Path) -> None:
-    for folder in ("bpe", "byte", "empty"):
+    for folder in ("bpe", "byte", "empty", "theirs"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(OF_ANOTHER_MODEL))
     bpe.save(tmp_path / "bpe")
     ByteTokenizer().save(tmp_path / "byte")
     wrong = {
@@ -182,6 +189,10 @@ def test_wrong_paths_are_named(bpe: RankTokenizer, tmp_path: Path) -> None:
         ("gpt2", None, "empty"): "vocab.bpe",
         ("gpt2", None, "missing"): "does not exist",
         ("gpt2", None, "bpe/tokenizer.tiktoken"): "GPT-2 has 50257",
+        ("bpe", "auto", "theirs"): "choose tokenizer=hf",
+        ("gpt2", None, "theirs/tokenizer.json"): "choose tokenizer=hf",
+        ("hf", None, "bpe"): "choose tokenizer=bpe",
+        ("hf", None, "empty"): "has no tokenizer.json",
     }
     for (kind, size, name), words in wrong.items():
         with pytest.raises(UserError, match=words) as caught:
