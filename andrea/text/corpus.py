@@ -407,10 +407,11 @@ def take(pieces: Iterator[Piece], size: int) -> list[Piece]:
 def verify_shards(source: ShardSource, tokenizer: Tokenizer, report: Report) -> dict[str, Any]:
     """Read existing shards once, and return their part of meta.json. Raises UserError if they cannot be used."""
     if source.root.is_dir() and (source.root / "tokenizer.json").exists():
-        made_with = load_tokenizer(source.root).identity
-        if made_with != tokenizer.identity:
+        made_with = load_tokenizer(source.root)
+        if tokenizer.identity not in (made_with.identity, for_chat(made_with).identity):  # which adds tokens at its end
             raise UserError(
-                f"{source.key}={source.root} was made with {made_with}, not {tokenizer.identity}; set tokenizer.path to this folder"
+                f"{source.key}={source.root} was made with {made_with.identity}, not {tokenizer.identity}; set "
+                f"tokenizer.path to this folder"
             )
     total_bytes = sum(size for _, size, *_ in source.hashed)
     shards = f"{len(source.files):,} shard{'s' * (len(source.files) != 1)}"

@@ -131,6 +131,18 @@ def test_prepared_data_is_known_by_its_tokenizer(tmp_path: Path) -> None:
     assert again.sources[0].val[:].tolist() == made.sources[0].val[:].tolist()
 
 
+def test_prepared_text_is_read_beside_conversations(tmp_path: Path) -> None:
+    """Their tokenizer has the vocabulary of the text, with four tokens at its end."""
+    made = open_corpus(text_config(small_notes(tmp_path / "notes")), BPE, tmp_path / "data", quiet)
+    folder = str(made.sources[0].folder)
+    records = [json.dumps({"prompt": f"{n}", "response": f"{n}"}) for n in range(30)]
+    (tmp_path / "talk.jsonl").write_text("\n".join(records))
+    data = mixture(talk=SourceConfig("chat", str(tmp_path / "talk.jsonl")), text=SourceConfig("shards", folder))
+    found = open_corpus(data, TokenizerConfig("bpe", None, folder), tmp_path / "data", quiet)
+    assert found.tokenizer.n_vocab == made.tokenizer.n_vocab + 4
+    assert found.sources[1].train[:].tolist() == made.sources[0].train[:].tolist()
+
+
 @pytest.mark.parametrize("damage", ["{", "{}", None])
 def test_a_damaged_folder_is_named(tmp_path: Path, damage: str | None) -> None:
     data = text_config(small_notes(tmp_path / "notes"))
