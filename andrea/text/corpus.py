@@ -109,8 +109,9 @@ def open_corpus(
     alone = SourceConfig(data.kind, data.path, None, data.include, data.exclude, data.field)
     configs = data.sources if data.kind == "mixture" else {data.kind: alone}
     keys = {name: f"data.sources.{name}" if data.kind == "mixture" else "data" for name in configs}
-    sources = [find_source(name, config, keys[name], data_dir, report, pairs) for name, config in configs.items()]
     check_weights(configs)
+    check_vocabulary(tokenizer, configs, keys)
+    sources = [find_source(name, config, keys[name], data_dir, report, pairs) for name, config in configs.items()]
     tokenizer = with_vocabulary_size(tokenizer, sources, data_dir, report)
     existing = configured_tokenizer(tokenizer) if tokenizer.path or tokenizer.kind == "byte" else None
     if existing is not None and any(source.is_chat for source in sources):
@@ -171,7 +172,7 @@ def with_vocabulary_size(
         return config
     if config.path or config.kind != "bpe":
         return dataclasses.replace(config, vocab_size=None)
-    n_byte = sum(bytes_of_text(source, data_dir, report) for source in sources if isinstance(source, Source))
+    n_byte = sum(bytes_of_text(source, data_dir, report) for source in sources)
     return dataclasses.replace(config, vocab_size=vocabulary_for(n_byte))
 
 
@@ -213,25 +214,28 @@ def check_weights(configs: dict[str, SourceConfig]) -> None:
         )
 
 
+def check_vocabulary(tokenizer: TokenizerConfig, configs: dict[str, SourceConfig], keys: dict[str, str]) -> None:
+    """Raise UserError if a vocabulary would be trained on shards, which hold no text. None is downloaded before."""
+    shards = [name for name, config in configs.items() if config.kind in ("shards", "fineweb_edu")]
+    if shards and tokenizer.kind == "bpe" and not tokenizer.path:
+        raise UserError(
+            f"tokenizer=bpe trains a vocabulary on text, but {keys[shards[0]]}.kind={configs[shards[0]].kind} holds tokens "
+            f"already; choose the tokenizer they were made with: tokenizer=gpt2, or tokenizer.path=…"
+        )
+
+
 def tokenizer_origin(
     config: TokenizerConfig, existing: Tokenizer | None, sources: list[Source | ShardSource]
 ) -> list[Any]:
     """The tokenizer's entry in the list that `folder_of` hashes.
 
     An existing tokenizer is listed by its identity, a tokenizer to be trained by its settings and its training files.
-    Raises UserError if the tokenizer would have to be trained on shards, because shards contain no text.
     """
     if existing is not None:
         return [existing.identity]
     chat = ["chat"] if any(source.is_chat for source in sources) else []
     if config.kind == "gpt2":
         return ["gpt2", *chat]
-    shards = [source for source in sources if isinstance(source, ShardSource)]
-    if shards:
-        raise UserError(
-            f"tokenizer=bpe trains a vocabulary on text, but {shards[0].key}={shards[0].root} holds tokens already; "
-            f"choose the tokenizer they were made with: tokenizer=gpt2, or tokenizer.path=…"
-        )
     return [config.kind, config.vocab_size, [source.hashed for source in sources], *chat]
 
 
@@ -294,7 +298,7 @@ def find_or_train(folders: list[SourceFolder], config: TokenizerConfig, report: 
     for path in [path for folder in folders for path in (folder.path, folder.partial)]:
         with contextlib.suppress(UserError):  # the folder has no complete tokenizer
             return load_tokenizer(path)
-    sources = [folder.source for folder in folders if isinstance(folder.source, Source)]
+    sources = [folder.source for folder in folders]
     total_bytes = sum(source.usable_bytes or source.bytes for source in sources)
     assert isinstance(config.vocab_size, int), "auto is resolved before"
     sample_size = files.size_words(min(total_bytes, BPE_SAMPLE_BYTES))

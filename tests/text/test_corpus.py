@@ -181,6 +181,17 @@ def test_shakespeare_from_a_local_copy_and_from_downloads(tmp_path: Path, monkey
     )
 
 
+def test_what_cannot_be_tokens_of_a_trained_vocabulary_is_refused_before_it_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "fetch", lambda remote, *_: pytest.fail(f"{remote.name} was asked for"))
+    with pytest.raises(UserError, match="data.kind=fineweb_edu holds tokens already; .* tokenizer=gpt2"):
+        open_corpus(DataConfig("fineweb_edu", None, {}), BPE, tmp_path, quiet)
+    web = SourceConfig("fineweb_edu", None, 1.0)
+    with pytest.raises(UserError, match="data.sources.notes.weight is missing"):
+        open_corpus(mixture(web=web, notes=SourceConfig("text", str(tmp_path))), BYTE, tmp_path, quiet)
+
+
 def test_a_shard_swapped_for_another_of_equal_size_is_noticed(tmp_path: Path) -> None:
     data = text_config(small_notes(tmp_path / "notes"))
     folder = open_corpus(data, BYTE, tmp_path / "data", quiet).sources[0].folder
