@@ -14,6 +14,7 @@ process is killed, the next run continues after these shards, and the result has
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -337,8 +338,9 @@ def encode_source(source: Source, tokenizer: Tokenizer, folder: Path, report: Re
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     last_report = time.monotonic()
     for split in SPLITS:
+        pieces = itertools.islice(source.pieces(split), splits[split]["pieces"], None)
         while not splits[split]["done"]:
-            for _ in write_shard(source.pieces(split), splits[split], tokenizer, folder, split, threads):
+            for _ in write_shard(pieces, splits[split], tokenizer, folder, split, threads):
                 if time.monotonic() - last_report >= REPORT_SECONDS:
                     last_report = time.monotonic()
                     encoded_bytes = sum(splits[each]["bytes"] for each in SPLITS)
@@ -358,13 +360,11 @@ def encode_source(source: Source, tokenizer: Tokenizer, folder: Path, report: Re
 def write_shard(
     pieces: Iterator[Piece], progress: dict[str, Any], tokenizer: Tokenizer, folder: Path, split: Split, threads: int
 ) -> Iterator[None]:
-    """Encode one shard, beginning with piece number progress["pieces"]. Yields after each group of pieces.
+    """Encode the next of `pieces` as one shard. Yields after each group of pieces.
 
     The shard is added to `progress`, the split's entry in progress.json. The end of a shard depends on the text alone,
     not on the number of threads or on an earlier interruption.
     """
-    for _ in range(progress["pieces"]):
-        next(pieces)
     name = f"{split}-{len(progress['shards']):06d}.bin"
     writer = ShardWriter(folder / name, tokenizer.n_vocab)
     while writer.count < SHARD_TOKENS and not progress["done"]:

@@ -16,8 +16,9 @@ from large_vocabulary import FIRST_RARE, N_VOCAB, large_tokenizer, rare_text
 from preparing import BPE, BYTE, contents, quiet, shards_corpus, small_notes, text_config, write_shard
 
 from andrea.config import DataConfig, TokenizerConfig, UserError
-from andrea.text import corpus
+from andrea.text import corpus, sources
 from andrea.text.corpus import open_corpus
+from andrea.text.formats import documents_of
 from andrea.text.sources import Source
 
 
@@ -35,13 +36,17 @@ def test_tokens_are_the_text_with_an_end_of_text_before_each_document(notes: Pat
 
 
 def test_small_shards_hold_the_same_stream(notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(sources, "documents_of", lambda file, *rest: read.append(file) or documents_of(file, *rest))
     whole = open_corpus(text_config(notes), BYTE, tmp_path / "a", quiet).sources[0]
+    n_read = len(read)
     monkeypatch.setattr(corpus, "SHARD_TOKENS", 7001)
     monkeypatch.setattr(corpus, "GROUP_BYTES", 3001)
     monkeypatch.setattr(corpus, "REPORT_SECONDS", 0.0)
     said: list[str] = []
     parts = open_corpus(text_config(notes), BYTE, tmp_path / "b", said.append).sources[0]
     assert len(list(parts.folder.glob("train-*.bin"))) > 3
+    assert len(read) == 2 * n_read  # no file is read again for each shard
     assert np.array_equal(parts.train[:], whole.train[:]) and np.array_equal(parts.val[:], whole.val[:])
     assert any("encoded" in line and "kB" in line for line in said)
 
