@@ -181,7 +181,8 @@ def bytes_of_text(source: Source, data_dir: Path, report: Report) -> int:
     """The bytes of text that the source's files hold. They are read the first time; data_dir/.text-bytes.json remembers."""
     if source.kind == "pystdlib":
         return source.bytes  # all of each file
-    file, name = data_dir / TEXT_BYTES, hash_of([FORMAT_VERSION, str(source.root.resolve()), source.hashed])[:8]
+    facts = [FORMAT_VERSION, source.kind, str(source.root.resolve()), source.hashed]
+    file, name = data_dir / TEXT_BYTES, hash_of(facts)[:8]
     known = remembered(file)
     if type(known.get(name)) is not int:
         known[name] = source.check(report)

@@ -78,6 +78,17 @@ class Document:
     rejected: tuple[Turn, ...] = ()  # the conversation that `turns`, and the document's text, are preferred to
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is read of a record. field: the one that the user names; None: the first that `fields_of` knows.
+
+    is_chat: conversations are read, also where a field `text` holds the same once more, as in alpaca's files.
+    """
+
+    field: str | None = None
+    is_chat: bool = False
+
+
 def read_pieces(document: Document, start: int, stop: int) -> Iterator[str]:
     with document.open() as file:
         for block in whole_blocks(file, start, stop):
@@ -88,11 +99,8 @@ def in_memory(key: str, data: bytes, turns: Sequence[Turn] = (), rejected: Seque
     return Document(key, len(data), lambda: io.BytesIO(data), tuple(turns), tuple(rejected))
 
 
-def documents_of(path: Path, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
-    """The documents of a file by its content; the ending decides only which text is records or a notebook.
-
-    field: the field of each record to read; None: the first that `fields_of` knows.
-    """
+def documents_of(path: Path, name: str, wanted: Wanted, findings: Findings) -> Iterator[Document]:
+    """The documents of a file by its content; the ending decides only which text is records or a notebook."""
     open_file: OpenFile = functools.partial(open, path, "rb")
     ending = PurePosixPath(name).suffix.lower()
     trailing: set[str] = set()
@@ -100,7 +108,7 @@ def documents_of(path: Path, name: str, field: str | None, findings: Findings) -
         with open_file() as file:
             head = file.read(len(PARQUET))
         if head == PARQUET or ending == ".parquet":
-            yield from documents_of_parquet(path, name, field, findings)
+            yield from documents_of_parquet(path, name, wanted, findings)
             return
         if head.startswith(GZIP):
             open_file = functools.partial(open_gzip, path, trailing)
@@ -121,11 +129,11 @@ def documents_of(path: Path, name: str, field: str | None, findings: Findings) -
         open_file = functools.partial(open_converted, open_file, form.encoding)
     whole = Document(name, form.size, open_file)
     if ending in JSON_LINES:
-        yield from documents_of_jsonl(open_file, name, field, findings)
+        yield from documents_of_jsonl(open_file, name, wanted, findings)
     elif ending in TABLES:
-        yield from documents_of_table(whole, "\t" if ending == ".tsv" else None, field, findings)
+        yield from documents_of_table(whole, "\t" if ending == ".tsv" else None, wanted, findings)
     elif ending == ".json":
-        yield from documents_of_json(whole, field, findings)
+        yield from documents_of_json(whole, wanted, findings)
     elif ending == ".ipynb" and form.size > LARGEST_NOTEBOOK_BYTES:
         findings.leave_out_file(f"notebooks of more than {size_words(LARGEST_NOTEBOOK_BYTES)}", name)
     elif ending != ".ipynb" or (cells := cells_of_notebook(open_file)) is None:
@@ -210,7 +218,7 @@ def cells_of_notebook(open_file: OpenFile) -> bytes | None:
 # --------------------------------------------------------------------------------------------------- records
 
 
-def documents_of_jsonl(open_file: OpenFile, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
+def documents_of_jsonl(open_file: OpenFile, name: str, wanted: Wanted, findings: Findings) -> Iterator[Document]:
     """One document for each line of JSON."""
     with open_file() as file:
         for index, line in enumerate(file):
@@ -220,21 +228,21 @@ def documents_of_jsonl(open_file: OpenFile, name: str, field: str | None, findin
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            yield from documents_of_record(record, f"{name}#{index}", field, findings)
+            yield from documents_of_record(record, f"{name}#{index}", wanted, findings)
 
 
-def documents_of_json(whole: Document, field: str | None, findings: Findings) -> Iterator[Document]:
+def documents_of_json(whole: Document, wanted: Wanted, findings: Findings) -> Iterator[Document]:
     """One document for each object of a JSON array. A file without such records is read as it stands."""
     values = values_of_array(whole.open)
     first = next(values, None)
     if not isinstance(first, dict):
         yield whole
-    elif field is None and not fields_of(first, None):
+    elif wanted.field is None and not fields_of(first, wanted):
         findings.add("read {} lists of records as they stand", whole.key, first)
         yield whole
-    elif usable_fields(list(first), field, whole.key, findings):
+    elif usable_fields(list(first), wanted, whole.key, findings):
         for index, value in enumerate(itertools.chain([first], values)):
-            yield from documents_of_record(value, f"{whole.key}#{index}", field, findings)
+            yield from documents_of_record(value, f"{whole.key}#{index}", wanted, findings)
 
 
 def values_of_array(open_file: OpenFile) -> Iterator[Any]:
@@ -265,7 +273,7 @@ def values_of_array(open_file: OpenFile) -> Iterator[Any]:
 
 
 def documents_of_table(
-    whole: Document, delimiter: str | None, field: str | None, findings: Findings
+    whole: Document, delimiter: str | None, wanted: Wanted, findings: Findings
 ) -> Iterator[Document]:
     """One document for each row of a table with a header. A table without a known column is read as it stands.
 
@@ -280,17 +288,17 @@ def documents_of_table(
     with io.TextIOWrapper(whole.open(), "utf-8", newline="") as lines:
         rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=quoting)
         columns = [column.strip() for column in next(rows_of(rows), (None, ""))[0] or []]
-        if field is None and not fields_of(columns, None):
+        if wanted.field is None and not fields_of(columns, wanted):
             if len(columns) > 1:
                 findings.add("read {} tables as they stand", whole.key, columns)
             yield whole
-        elif usable_fields(columns, field, whole.key, findings):
+        elif usable_fields(columns, wanted, whole.key, findings):
             for index, (row, place) in enumerate(rows_of(rows)):
                 if row is None or len(row) != len(columns):
                     findings.leave_out("rows that do not have the header's columns", f"{whole.key}#{index}{place}")
                 else:
                     record = dict(zip(columns, row, strict=True))
-                    yield from documents_of_record(record, f"{whole.key}#{index}", field, findings)
+                    yield from documents_of_record(record, f"{whole.key}#{index}", wanted, findings)
 
 
 def rows_of(rows: Any) -> Iterator[tuple[list[str] | None, str]]:
@@ -312,7 +320,7 @@ def quotes_match(open_file: OpenFile, delimiter: str) -> bool:
         return all(row is not None for row, _ in rows_of(csv.reader(lines, delimiter=delimiter, strict=True)))
 
 
-def documents_of_parquet(path: Path, name: str, field: str | None, findings: Findings) -> Iterator[Document]:
+def documents_of_parquet(path: Path, name: str, wanted: Wanted, findings: Findings) -> Iterator[Document]:
     """One document for each row of a parquet file. Raises UserError if pyarrow is missing."""
     try:
         import pyarrow
@@ -322,19 +330,19 @@ def documents_of_parquet(path: Path, name: str, field: str | None, findings: Fin
     try:
         table = pyarrow.parquet.ParquetFile(path)
         columns = table.schema_arrow.names
-        if fields := usable_fields(columns, field, name, findings):
+        if fields := usable_fields(columns, wanted, name, findings):
             batches = table.iter_batches(batch_size=256, columns=list(fields))
             for index, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-                yield from documents_of_record(row, f"{name}#{index}", field, findings)
+                yield from documents_of_record(row, f"{name}#{index}", wanted, findings)
     except (pyarrow.ArrowException, OSError) as error:
         findings.leave_out_unreadable(error, name, "unreadable parquet")
 
 
-def usable_fields(columns: list[str], wanted: str | None, name: str, findings: Findings) -> tuple[str, ...]:
+def usable_fields(columns: list[str], wanted: Wanted, name: str, findings: Findings) -> tuple[str, ...]:
     """`fields_of` a table's columns. If there are none, or a name is that of several columns, the file is left out."""
     fields = fields_of(columns, wanted)
     if not fields:
-        findings.lacks_field(wanted, columns, name, is_file=True)
+        findings.lacks_field(wanted.field, columns, name, is_file=True)
     for field in fields:
         if columns.count(field) > 1:
             findings.leave_out_file(f'with several columns named "{field}"', name)
@@ -342,14 +350,14 @@ def usable_fields(columns: list[str], wanted: str | None, name: str, findings: F
     return fields
 
 
-def documents_of_record(record: Any, key: str, field: str | None, findings: Findings) -> Iterator[Document]:
+def documents_of_record(record: Any, key: str, wanted: Wanted, findings: Findings) -> Iterator[Document]:
     """The document of a record. A record without text is added to `findings`."""
     if not isinstance(record, dict):
         findings.leave_out(record if record == DAMAGED_REST else "records that are no JSON object", key)
         return
-    fields = fields_of(record, field)
+    fields = fields_of(record, wanted)
     if not fields:
-        findings.lacks_field(field, record, key, is_file=False)
+        findings.lacks_field(wanted.field, record, key, is_file=False)
         return
     turns, rejected = (turns_of(record, fields), []) if fields[-2:] != PREFERENCE else pair_of(record) or (None, [])
     values = [record[field] if record[field] is not None else "" for field in fields]
@@ -374,13 +382,12 @@ def documents_of_record(record: Any, key: str, field: str | None, findings: Find
 # ----------------------------------------------------------------------------------------------- the text of a record
 
 
-def fields_of(names: Collection[str], wanted: str | None) -> tuple[str, ...]:
-    """The fields to read of a record with the fields `names`, in order. Empty: none is known to be the record's text.
-
-    wanted: the field that the user names, which is then the only one.
-    """
-    if wanted is not None:
-        return (wanted,) if wanted in names else ()
+def fields_of(names: Collection[str], wanted: Wanted) -> tuple[str, ...]:
+    """The fields to read of a record with the fields `names`, in order. Empty: none is known to be the record's text."""
+    if wanted.field is not None:
+        return (wanted.field,) if wanted.field in names else ()
+    if wanted.is_chat and "text" in names:
+        return fields_of(set(names) - {"text"}, wanted) or ("text",)
     if set(PREFERENCE) <= set(names) and "text" not in names:
         return (*(["prompt"] if "prompt" in names else []), *PREFERENCE)
     for single in SINGLE:
@@ -399,7 +406,7 @@ def as_text(turns: Sequence[Turn]) -> str:
 
 def turns_of(record: dict[str, Any], fields: tuple[str, ...] | None = None) -> list[Turn] | None:
     """The turns of a record that is a conversation, or a question with its answer; else None. fields: of `fields_of`."""
-    fields = fields_of(record, None) if fields is None else fields
+    fields = fields_of(record, Wanted(is_chat=True)) if fields is None else fields
     if fields[-2:] == PREFERENCE:
         pair = pair_of(record)
         return pair and pair[0]

@@ -16,15 +16,14 @@ from andrea.config import SourceConfig, UserError
 from andrea.runtime.files import size_words
 from andrea.text.chat import ASSISTANT, ROLES, Turn
 from andrea.text.encodings import cut_at
-from andrea.text.formats import Document, documents_of, read_pieces
+from andrea.text.formats import Document, Wanted, documents_of, read_pieces
 from andrea.text.held_out import HELD_OUT_FILE, HeldOut
 from andrea.text.listing import PASSING, UNMATCHED, Findings, list_python, list_text, selected
 
 Split = Literal["train", "val"]
 Report = Callable[[str], None]  # shows one line to the user
 
-READER = 2  # changes with what is read of the same files, so that they are prepared again
-CHAT_READER, PAIR_READER = "chat 1", "pairs 2"  # the same for conversations
+READER = 3  # changes with what is read of the same files, so that they are prepared again
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages"}
 
 
@@ -90,8 +89,7 @@ class Source:
         """The facts that are hashed into the prepared folder's name, besides the tokenizer."""
         if self.kind == "pystdlib":
             return self.listing
-        reader = {"chat": CHAT_READER, "pairs": PAIR_READER}.get(self.kind, READER)
-        return [*self.listing, {"name": self.name, "field": self.field, "reader": reader}]
+        return [*self.listing, {"name": self.name, "field": self.field, "reader": READER}]
 
     def check(self, report: Report) -> int:
         """Read all files once, report which are left out or converted, and return the number of usable bytes.
@@ -165,7 +163,7 @@ class Source:
     def every_document(self, findings: Findings) -> Iterator[Document]:
         """The usable documents of both splits in a fixed order. Unusable ones are added to `findings`."""
         for file, (name, *_) in zip(self.files, self.listing, strict=True):
-            for document in documents_of(file, name, self.field, findings):
+            for document in documents_of(file, name, Wanted(self.field, self.is_chat), findings):
                 if not self.is_chat or is_conversation(document, findings, self.kind == "pairs"):
                     yield document
 

@@ -183,7 +183,7 @@ def write_records(path: Path, records: list) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.parametrize("record", PROMPT_FORMS)
+@pytest.mark.parametrize("record", [*PROMPT_FORMS, *({**form, "text": "Hello. Good day."} for form in PROMPT_FORMS)])
 def test_every_common_form_becomes_the_same_tokens(tmp_path: Path, record: dict) -> None:
     others = [[{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "n"}] for n in range(12)]
     write_records(tmp_path / "train.jsonl", [{"messages": messages} for messages in others])

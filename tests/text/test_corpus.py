@@ -35,9 +35,9 @@ def test_the_name_of_a_prepared_folder_never_changes(tmp_path: Path) -> None:
 
     # [1, "pystdlib", [["a.py", 9, 1700000000123456789], ["b/\\u00e9.py", 4, 5]], ["byte-257-40aff2e9"]]
     assert name_of(library, BYTE, ByteTokenizer()) == "data/lib-byte-33ec9753"
-    # [1, "text", [["a.py", 9, …, crc32], […], {"name": "my notes", "field": null, "reader": 2}], ["bpe", 300, [[…]]]]
-    assert name_of(text, BPE, None) == "data/my_notes-bpe-300-8add07c4"
-    assert name_of(text, BYTE, ByteTokenizer()) == "data/my_notes-byte-27a879cc"
+    # [1, "text", [["a.py", 9, …, crc32], […], {"name": "my notes", "field": null, "reader": 3}], ["bpe", 300, [[…]]]]
+    assert name_of(text, BPE, None) == "data/my_notes-bpe-300-8ed83f66"
+    assert name_of(text, BYTE, ByteTokenizer()) == "data/my_notes-byte-55b23beb"
     # [1, "shards", [["/tokens/a.bin", 1034, 7, 8]], ["gpt2"]]
     assert name_of(shards, TokenizerConfig("gpt2", None, None), None) == "data/web-gpt2-e5ca1342"
 
