@@ -54,6 +54,7 @@ LARGEST_RATIO = 200  # of text to its compressed size; gzip reaches 1000 for one
 COMPRESSED_SLACK_BYTES = 1 << 12
 LARGEST_NOTEBOOK_BYTES = 1 << 28  # a notebook, a record or a table's cell is held in memory
 JSON_LINES, TABLES = (".jsonl", ".ndjson"), (".csv", ".tsv")
+WITH_RECORDS = (*JSON_LINES, *TABLES, ".json", ".ipynb")
 BETWEEN = re.compile(r"[\s,]*")  # what stands between two values of a JSON array
 DAMAGED_REST = "the rest of a damaged list of records"
 SINGLE = ("text", "messages", "conversations", "conversation")
@@ -112,7 +113,8 @@ def documents_of(path: Path, name: str, wanted: Wanted, findings: Findings) -> I
             return
         if head.startswith(GZIP):
             open_file = functools.partial(open_gzip, path, trailing)
-            ending = PurePosixPath(name[: -len(ending)]).suffix.lower() if ending else ""
+            if ending not in WITH_RECORDS:  # the text may be compressed without another ending
+                ending = PurePosixPath(name[: -len(ending)]).suffix.lower()
         form = recognise(open_file)
     except TooCompressed:
         why = f"expands to more than {LARGEST_RATIO} times its size, which text hardly ever does"
@@ -232,17 +234,30 @@ def documents_of_jsonl(open_file: OpenFile, name: str, wanted: Wanted, findings:
 
 
 def documents_of_json(whole: Document, wanted: Wanted, findings: Findings) -> Iterator[Document]:
-    """One document for each object of a JSON array. A file without such records is read as it stands."""
-    values = values_of_array(whole.open)
-    first = next(values, None)
+    """One document for each object of a JSON array, or of each line. A file without such records is read as it stands."""
+    values, of_lines = values_of_array(whole.open), first_of_lines(whole.open)
+    first = of_lines or next(values, None)
     if not isinstance(first, dict):
         yield whole
     elif wanted.field is None and not fields_of(first, wanted):
         findings.add("read {} lists of records as they stand", whole.key, first)
         yield whole
     elif usable_fields(list(first), wanted, whole.key, findings):
+        if of_lines:
+            yield from documents_of_jsonl(whole.open, whole.key, wanted, findings)
+            return
         for index, value in enumerate(itertools.chain([first], values)):
             yield from documents_of_record(value, f"{whole.key}#{index}", wanted, findings)
+
+
+def first_of_lines(open_file: OpenFile) -> Any:
+    """The object in the first line of a file, if its second line is another, as in many published .json files; else None."""
+    with open_file() as file:
+        try:
+            first, second = (json.loads(file.readline(PIECE_BYTES)) for _ in range(2))
+        except (ValueError, RecursionError):
+            return None
+    return first if isinstance(first, dict) and isinstance(second, dict) else None
 
 
 def values_of_array(open_file: OpenFile) -> Iterator[Any]:
@@ -255,6 +270,8 @@ def values_of_array(open_file: OpenFile) -> Iterator[Any]:
         while True:
             at = BETWEEN.match(text, at).end()
             if text.startswith("]", at):
+                if text[at + 1 :].strip() or file.read(PIECE_BYTES).strip():  # as of two arrays, one after the other
+                    yield DAMAGED_REST
                 return
             try:
                 value, end = decoder.raw_decode(text, at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 from pathlib import Path
@@ -44,9 +45,10 @@ FORMS = [
 def test_a_record_of_a_common_form_is_read_from_every_kind_of_file(tmp_path: Path, record: dict, text: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     (tmp_path / "b.json").write_text(json.dumps([record, record], indent=1))
+    (tmp_path / "lines.json").write_text(f"{json.dumps(record)}\n" * 2)  # as many published files are
     documents, said = read(tmp_path)
-    assert documents == [text] * 3
-    assert "text" in record or any(line.startswith("the text of 3 records is ") for line in said)
+    assert documents == [text] * 5
+    assert "text" in record or any(line.startswith("the text of 5 records is ") for line in said)
     if all(isinstance(value, str) for value in record.values()):
         table = io.StringIO()
         writer = csv.writer(table)
@@ -132,10 +134,29 @@ def test_a_field_that_no_file_has_is_an_error(tmp_path: Path, name: str) -> None
 
 
 def test_a_list_of_records_of_an_unknown_form_is_read_as_it_stands_and_named(tmp_path: Path) -> None:
-    folder_of(tmp_path, {"a.json": b'[{"id": 1}, {"id": 2}]', "b.json": b'{"text": "x"}', "c.json": b"[1, 2]"})
+    files = {
+        "a.json": '[{"id": 1}, {"id": 2}]',
+        "b.json": '{"text": "x"}',
+        "c.json": "[1, 2]",
+        "d.json": '{"id": 1}\n{"id": 2}\n',
+    }
+    documents, said = read(folder_of(tmp_path, {name: text.encode() for name, text in files.items()}))
+    assert documents == list(files.values())
+    assert (
+        "read 2 lists of records as they stand: a.json, d.json (fields found: id; choose one with data.field=…)" in said
+    )
+
+
+def test_what_follows_a_list_of_records_is_named(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"a.json": b'[{"text": "one"}]\n[{"text": "two"}]\n', "b.json": b'[{"text": "three"}]\n\n'})
     documents, said = read(tmp_path)
-    assert documents == ['[{"id": 1}, {"id": 2}]', '{"text": "x"}', "[1, 2]"]
-    assert "read 1 lists of records as they stand: a.json (fields found: id; choose one with data.field=…)" in said
+    assert documents == ["one", "three"] and "left out 1 (the rest of a damaged list of records): a.json#1" in said
+
+
+def test_compressed_records_need_no_ending_of_their_own(tmp_path: Path) -> None:
+    content = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
+    folder_of(tmp_path, dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.JSON.gz"), content))
+    assert read(tmp_path)[0] == ["one", "two"] * 3
 
 
 @settings(max_examples=80, deadline=None)
