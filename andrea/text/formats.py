@@ -351,7 +351,7 @@ def documents_of_parquet(path: Path, name: str, wanted: Wanted, findings: Findin
             batches = table.iter_batches(batch_size=256, columns=list(fields))
             for index, row in enumerate(row for batch in batches for row in batch.to_pylist()):
                 yield from documents_of_record(row, f"{name}#{index}", wanted, findings)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:  # the last of text that is not UTF-8
         findings.leave_out_unreadable(error, name, "unreadable parquet")
 
 

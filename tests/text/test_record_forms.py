@@ -66,6 +66,16 @@ def test_records_in_parquet_have_the_same_forms(tmp_path: Path) -> None:
         assert read(path)[0] == [text]
 
 
+def test_parquet_whose_text_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array([b"one", b"tw\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text("text")
+    documents, said = read(tmp_path)
+    assert documents[-1] == "text" and "left out 1 (unreadable parquet): a.parquet" in said
+
+
 def test_parquet_that_has_no_text_is_named(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
