@@ -471,6 +471,8 @@ def turns_of_messages(messages: list[Any]) -> list[Turn] | None:
         content = message["content"] if message.get("content") is not None else message.get("value")
         if isinstance(content, list):  # parts, of which some may be images
             content = "".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
-        if isinstance(content, str) and content:  # a call of a tool may have none
+        if not isinstance(content, str | None):
+            return None
+        if content:  # a call of a tool may have none
             turns.append(Turn(ROLES.get(role, role), content))
     return turns

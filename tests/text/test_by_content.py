@@ -225,13 +225,14 @@ CONVERSATION = [
 
 
 def test_conversations_are_recognised(tmp_path: Path) -> None:
+    unknown = [{"role": "user", "content": {"parts": ["Hello"]}}, CONVERSATION[1]]
     lines = [{"messages": CONVERSATION}, {"messages": []}, {"messages": [1]}, {"messages": [], "text": "plain"}]
+    lines += [{"messages": unknown}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     documents, said = read(tmp_path)
     assert documents == ["user: Hello\n\nassistant: Good day\n", "plain"]
-    assert (
-        "left out 1 (empty): a.jsonl#1" in said and 'left out 1 (the field "messages" is not text): a.jsonl#2' in said
-    )
+    assert "left out 1 (empty): a.jsonl#1" in said
+    assert 'left out 2 (the field "messages" is not text): a.jsonl#2, a.jsonl#4' in said
 
 
 def test_parquet_is_read_by_field_and_as_conversations(tmp_path: Path) -> None:
