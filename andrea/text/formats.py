@@ -212,7 +212,7 @@ def cells_of_notebook(open_file: OpenFile) -> bytes | None:
         sources = [cell["source"] if "source" in cell else cell["input"] for cell in cells]
         texts = [source if isinstance(source, str) else "".join(source) for source in sources]
         joined = "\n\n".join(text.strip("\n") for text in texts if text.strip())
-        return (joined + "\n").encode() if joined else b""
+        return (joined + "\n").encode(errors="replace") if joined else b""
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -246,9 +246,13 @@ def test_parquet_is_read_by_field_and_as_conversations(tmp_path: Path) -> None:
 
 def test_what_is_no_notebook_is_read_as_it_is(tmp_path: Path) -> None:
     old = {"worksheets": [{"cells": [{"cell_type": "code", "input": ["a\n", "b"]}, {"source": "# c"}]}]}
-    folder_of(tmp_path, {"a.ipynb": json.dumps(old).encode(), "b.ipynb": b"not JSON", "c.ipynb": b'{"cells": []}'})
+    half = b'{"cells": [{"source": "half an emoji: \\ud83d"}]}'
+    folder_of(
+        tmp_path,
+        {"a.ipynb": json.dumps(old).encode(), "b.ipynb": b"not JSON", "c.ipynb": b'{"cells": []}', "d.ipynb": half},
+    )
     documents, said = read(tmp_path)
-    assert documents == ["a\nb\n\n# c\n", "not JSON"] and "left out 1 (empty): c.ipynb" in said
+    assert documents == ["a\nb\n\n# c\n", "not JSON", "half an emoji: ?\n"] and "left out 1 (empty): c.ipynb" in said
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="names of files there are UTF-8")
