@@ -108,7 +108,9 @@ class Source:
         self.found = findings
         lines = findings.lines(f"{self.prefix}field")
         if not usable:
-            raise UserError(f"{self.place} holds no usable text: {'; '.join(lines)}; name other files")
+            raise UserError(
+                f"{self.place} holds no usable text{': ' * bool(lines)}{'; '.join(lines)}; name other files"
+            )
         if self.field is not None and not findings.read_by:
             raise UserError(f"{self.prefix}field={self.field} is in no record of {self.place}; leave it out")
         for line in lines:

@@ -157,6 +157,13 @@ def test_a_list_of_records_of_an_unknown_form_is_read_as_it_stands_and_named(tmp
     )
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_file_without_a_record_is_refused_in_whole_words(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text({"a.jsonl": "\n\n", "a.csv": "text,n\n"}[name])
+    with pytest.raises(UserError, match="holds no usable text; name other files"):
+        read(tmp_path)
+
+
 def test_what_follows_a_list_of_records_is_named(tmp_path: Path) -> None:
     folder_of(tmp_path, {"a.json": b'[{"text": "one"}]\n[{"text": "two"}]\n', "b.json": b'[{"text": "three"}]\n\n'})
     documents, said = read(tmp_path)
