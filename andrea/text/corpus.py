@@ -108,7 +108,8 @@ def open_corpus(
     """
     data_dir = data_dir.expanduser()
     alone = SourceConfig(data.kind, data.path, None, data.include, data.exclude, data.field)
-    configs = data.sources if data.kind == "mixture" else {data.kind: alone}
+    # By name: a mapping has no order, and a checkpoint does not keep that in which it was typed.
+    configs = dict(sorted(data.sources.items())) if data.kind == "mixture" else {data.kind: alone}
     keys = {name: f"data.sources.{name}" if data.kind == "mixture" else "data" for name in configs}
     check_weights(configs)
     check_vocabulary(tokenizer, configs, keys)

@@ -95,6 +95,9 @@ def test_a_mixture_shares_one_vocabulary(tmp_path: Path) -> None:
     found = open_corpus(data, BPE, tmp_path / "data", quiet)
     assert [(source.name, source.weight) for source in found.sources] == [("a", 0.3), ("b", None)]
     assert open_corpus(data, BPE, tmp_path / "data", quiet).fingerprint == found.fingerprint
+    other_order = mixture(**dict(reversed(data.sources.items())))  # a resumed run reads it from the checkpoint, by name
+    again = open_corpus(other_order, BPE, tmp_path / "data", quiet)
+    assert again.fingerprint == found.fingerprint and [source.name for source in again.sources] == ["a", "b"]
     (tmp_path / "data" / found.sources[1].folder.name).rename(tmp_path / "gone")
     assert open_corpus(data, BPE, tmp_path / "data", quiet).fingerprint == found.fingerprint
     with pytest.raises(UserError, match=r"data.sources.b.weight"):
