@@ -103,6 +103,9 @@ def check_data(data: schema.DataConfig, path: str) -> Iterator[str]:
     if data.kind == "mixture" and not data.sources:
         example = "{code: {kind: pystdlib}, notes: {kind: text, path: notes/, weight: 0.3}}"
         yield f"{path}.sources is empty: a mixture names its sources, e.g. {path}.sources='{example}'"
+    for name in data.sources:
+        if "." in name:  # a resumed run could not read the dotted keys of its checkpoint
+            yield f"{path}.sources has the name {name!r}: a name has no dot, which separates the parts of a key; rename it"
     if data.kind != "mixture" and data.sources:
         yield f"{path}.sources is read by data=mixture only, got data={data.kind}; choose data=mixture"
 

@@ -124,6 +124,7 @@ def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
         ["data.sources={a: {kind: pystdlib}}"],
         ["data=mixture", "data.sources={a: {kind: text}}"],
         ["data=mixture", "data.sources={a: {kind: pystdlib, weight: 0}}"],
+        ["data=mixture", "data.sources={a.b: {kind: pystdlib}}"],
         ["data=mixture", "data.sources={a: {kind: pystdlib, include: ['*.py']}}"],
         ["data=mixture", "data.sources={a: {kind: pystdlib}}", "data.field=body"],
         ["data.include=*.py"],
