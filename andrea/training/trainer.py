@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import threading
 import time
@@ -20,11 +19,11 @@ from andrea.checkpoint.find_and_prune import own_figure
 from andrea.checkpoint.model import own_parts
 from andrea.config import RunConfig, to_plain
 from andrea.config.keys import own_values
-from andrea.runtime.files import StorageFailed, storing
+from andrea.runtime.files import StorageFailed
 from andrea.runtime.free_and_peak_memory import peak_memory_bytes
 from andrea.runtime.program import torchrun_command, typed_command, typed_words
 from andrea.runtime.shared_cores import sharing_cores
-from andrea.runtime.system import HANG_UP, rename
+from andrea.runtime.system import HANG_UP
 from andrea.runtime.user_classes import is_own
 from andrea.text.corpus import Corpus
 from andrea.text.shards import DataLost
@@ -212,24 +211,10 @@ class RunCheckpoints:
     def save_again(self) -> None:
         """Write the current step's checkpoint anew, with what is known of it by now. Every rank must call this.
 
-        Until the new one is on the disk, the old one lies beside it, whole, and gets its name back if writing fails.
+        The old one, if there is one, stays in its place until the new one is whole.
         """
-        path, aside = self.path, self.path.with_name(f"aside-{self.path.name}-evaluated-later")
-        ranks = self.saver.parallel.ranks
-
-        def move(source: Path, target: Path) -> None:
-            with storing(path), contextlib.suppress(FileNotFoundError):  # a run that goes on in another folder has none
-                rename(source, target)
-
-        ranks.from_rank_0(lambda: move(path, aside))
-        try:
-            self.save()
-            self.saver.wait()
-        except BaseException:
-            if ranks.is_rank_0 and not path.exists():
-                move(aside, path)
-            raise
-        ranks.from_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
+        self.save()
+        self.saver.wait()
 
     def save_if_new(self) -> None:
         if not self.is_saved():

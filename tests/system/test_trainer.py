@@ -26,9 +26,9 @@ from andrea.runtime.files import StorageFailed
 from andrea.runtime.program import typed_command
 from andrea.text.shards import DataLost
 from andrea.training.evaluation import Evaluator
+from andrea.training.parallel.saver import Saver
 from andrea.training.records.run_folder import read_lines
 from andrea.training.step import Batch, TrainingStep
-from andrea.training.trainer import RunCheckpoints
 
 # Of the machine rather than of the run: these may differ between equal runs.
 TIMINGS = {"seconds", "train/tokens_per_second", "train/seconds_per_step", "train/peak_memory_bytes"}
@@ -114,8 +114,13 @@ def test_an_evaluation_whose_text_cannot_be_read_is_made_up_for(
         with pytest.raises(DataLost):
             tiny_run("name=a", *words)
     assert newest_whole(tmp_path / "runs" / "a").step == 4
+
+    def full(saver: Saver, state: dict[str, Any]) -> None:
+        assert newest_whole(saver.folder).step == 4  # a process that is killed while it writes does not lose it either
+        raise StorageFailed("full")
+
     with monkeypatch.context() as patch:  # a full disk while that checkpoint is written anew does not cost it
-        patch.setattr(RunCheckpoints, "save", lambda *given: (_ for _ in ()).throw(StorageFailed("full")))
+        patch.setattr(Saver, "save", full)
         with pytest.raises(StorageFailed):
             tiny_run("name=a", "resume=auto", *words)
     assert newest_whole(tmp_path / "runs" / "a").step == 4
