@@ -505,11 +505,12 @@ class Trainer:
         progress, checkpoints, console = self.progress, self.checkpoints, self.records.console
         done = progress.step == progress.planned_steps
         is_out_of_time = self.stopping.agreed == "stopped" and not self.stopping.is_out_of_patience
-        if not done and is_out_of_time:
+        is_judged = progress.evaluated_step == progress.step and self.config.train.eval_tokens is None
+        if not done and is_out_of_time and not is_judged:
             self.records.log(self.evaluator.evaluate(size_ratios=None, whole=True))
-        checkpoints.save_if_new()
-        if not done and is_out_of_time:
+            checkpoints.save_again()  # it may be saved already, without these figures
             self.evaluator.show_sample()
+        checkpoints.save_if_new()
         self.records.watchdog.rest(progress.step, "writing the last checkpoint to the disk")
         if done:
             checkpoints.saver.conclude()

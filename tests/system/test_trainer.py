@@ -27,6 +27,7 @@ from andrea.runtime.program import typed_command
 from andrea.text.shards import DataLost
 from andrea.training.evaluation import Evaluator
 from andrea.training.parallel.saver import Saver
+from andrea.training.planning.length import TimeBudget
 from andrea.training.records.run_folder import read_lines
 from andrea.training.step import Batch, TrainingStep
 
@@ -239,6 +240,24 @@ def test_the_time_limit_stops_cleanly_and_the_run_goes_on(tiny_run, tmp_path: Pa
     last = read_lines(run / "metrics.jsonl")[-1]
     assert last["event"] == "stopped" and last["val/bpb"] > 0 and 0 < last["step"] < 100000
     assert newest_whole(run).step == last["step"]
+
+
+@pytest.mark.parametrize("last", ["eval", "save"])
+def test_the_step_at_which_the_time_is_over_is_evaluated_once_and_its_checkpoint_has_the_figures(
+    last: str, tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation, or a save without one, is due at this step."""
+    monkeypatch.setattr(TimeBudget, "is_over", lambda budget: len(budget.elapsed) >= 6)  # while step 6 runs
+    assert tiny_run("name=a", "train.steps=40", "train.max_minutes=60", f"train.{last}_every=6") == 0
+    run = tmp_path / "runs" / "a"
+    *_, evaluated, event = [record for record in metrics(run) if "val/bpb" in record]
+    steps = [record["step"] for record in metrics(run) if "val/bpb" in record and "event" not in record]
+    assert (
+        steps == ([6] if last == "eval" else [4, 6]) == [sample["step"] for sample in read_lines(run / "samples.jsonl")]
+    )
+    state = newest_whole(run).state
+    assert state["step"] == state["evaluated_step"] == event["step"] == 6
+    assert state["val_bpb"] == evaluated["val/bpb"] == event["val/bpb"]
 
 
 def test_nothing_changes_with_the_micro_batch(tiny_run, tmp_path: Path) -> None:
