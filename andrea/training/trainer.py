@@ -284,6 +284,7 @@ class Trainer:
         if progress.step and "evaluation" in self.due_at(progress.step):  # the run may have been killed after the save
             if progress.evaluated_step != progress.step:  # such as one whose held-out text could not be read
                 self.records.log(self.evaluator.evaluate(size_ratios=None))
+                self.heed_evaluation()
                 self.checkpoints.save_again()
             self.evaluator.make_up()
         if self.stopping.budget:
@@ -341,9 +342,8 @@ class Trainer:
             evaluated = self.evaluator.evaluate(update.size_ratios)
         if "record" in due:
             self.records.log(self.training_figures(update, rate) | evaluated)
-        if "evaluation" in due:
-            self.heed_evaluation()
-        if "save" in due:  # before the lens page and the sample: neither can cost it
+        is_to_save = "evaluation" in due and self.heed_evaluation()
+        if is_to_save or "save" in due:  # before the lens page and the sample: neither can cost it
             self.checkpoints.save()
         if "evaluation" in due:
             self.evaluator.draw_attention()
@@ -423,25 +423,26 @@ class Trainer:
         elif not is_open(step, self.planned.steps, optimizer):
             self.records.console.steps = steps
 
-    def heed_evaluation(self) -> None:
+    def heed_evaluation(self) -> bool:
         """Begin the decay of the learning rate, or end the run, where its last evaluation asks for it.
 
         On a small text the decay begins early if the validation loss rises; with train.patience, after so many evaluations
         in a row without a new best, and the run ends if the rate falls already.
+        Returns whether train.patience watches the run and this is a new best, which is saved: it may be the run's result.
         """
         progress, patience = self.progress, self.config.train.patience
         is_read_once = progress.tokens > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
         if self.plan.is_for_text and is_read_once and not is_best_so_far(vars(progress), NOTICED_RISE):
             self.begin_decay("the validation loss has risen")
         if progress.compared_bpb is None:  # of a part of the held-out text
-            return
+            return False
         is_best = progress.best_bpb is None or progress.compared_bpb < progress.best_bpb
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
-        if patience is None or progress.evaluations_since_best < patience:
-            return
-        progress.evaluations_since_best = 0
-        if not self.begin_decay(f"no new best in train.patience={patience} evaluations"):
-            self.stopping.end_without_new_best()
+        if patience is not None and progress.evaluations_since_best >= patience:
+            progress.evaluations_since_best = 0
+            if not self.begin_decay(f"no new best in train.patience={patience} evaluations"):
+                self.stopping.end_without_new_best()
+        return is_best and patience is not None
 
     def begin_decay(self, why: str) -> bool:
         """Let the learning rate fall from now on, unless it falls already. Returns whether the run is now shorter."""

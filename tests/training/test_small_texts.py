@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +23,9 @@ from andrea.api.command_line import configure
 from andrea.checkpoint import best_of, checkpoints_of, newest_whole, read_checkpoint, step_of
 from andrea.config import RunConfig
 from andrea.model.size import count_parameters
+from andrea.text.shards import DataLost
 from andrea.text.tokenizer import vocabulary_for
+from andrea.training.evaluation import Evaluator
 from andrea.training.planning import length
 from andrea.training.planning.length import most_steps_for_text
 from andrea.training.planning.plan import Situation, with_choices
@@ -291,13 +293,15 @@ FROZEN = [
 ]
 
 
+PATIENT = [*FROZEN, "train.steps=40", "train.eval_every=2", "train.save_every=2", "train.patience=2", "train.keep=100",
+           "optimizer.decay_fraction=0.5", "optimizer.warmup_steps=0", "train.sample_tokens=0"]  # fmt: skip
+
+
 def test_patience_begins_the_decay_and_then_ends_the_run_also_if_it_was_resumed(
     tiny_run, tmp_path: Path, capsys
 ) -> None:
     """The weights stay as they are, so that no evaluation after the first is a new best."""
-    words = [*FROZEN, "train.steps=40", "train.eval_every=2", "train.save_every=2", "train.patience=2"]
-    words += ["train.keep=100"]
-    words += ["optimizer.decay_fraction=0.5", "optimizer.warmup_steps=0", "train.sample_tokens=0"]
+    words = PATIENT
     assert tiny_run("name=whole", *words) == 0
     out = capsys.readouterr().out
     assert "no new best in train.patience=2 evaluations: the learning rate falls from step 6 on" in out
@@ -312,3 +316,31 @@ def test_patience_begins_the_decay_and_then_ends_the_run_also_if_it_was_resumed(
         again = newest_whole(run)
         assert (again.step, again.state["planned_steps"]) == (10, 12)
         assert again.state["evaluations_since_best"] == whole.state["evaluations_since_best"]
+
+
+def test_with_patience_a_new_best_is_saved_also_between_two_saves(tiny_run, tmp_path: Path, capsys) -> None:
+    """Else every evaluation before the first save would be a new best, and none of them could be the run's result."""
+    assert tiny_run("name=a", *PATIENT, "train.save_every=40") == 0
+    out = capsys.readouterr().out
+    assert "no new best in train.patience=2 evaluations: the learning rate falls from step 6 on" in out
+    assert "stopped at step 10 of 12, no new best" in out
+    assert [step_of(path) for path in checkpoints_of(tmp_path / "runs" / "a")] == [2, 10]
+
+
+def test_patience_counts_an_evaluation_that_a_resumed_run_makes_up_for(tiny_run, tmp_path: Path, monkeypatch) -> None:
+    """Its held-out text could not be read at first."""
+
+    def lost(evaluator: Evaluator, *given: Any) -> Any:
+        if evaluator.progress.step == 6:
+            raise DataLost("gone")
+        return validate(evaluator, *given)
+
+    assert tiny_run("name=whole", *PATIENT) == 0
+    with monkeypatch.context() as patch:
+        validate = Evaluator.validate
+        patch.setattr(Evaluator, "validate", lost)
+        with pytest.raises(DataLost):
+            tiny_run("name=a", *PATIENT)
+    assert tiny_run("name=a", "resume=auto", *PATIENT) == 0
+    whole, resumed = (newest_whole(tmp_path / "runs" / name) for name in ("whole", "a"))
+    assert (resumed.step, resumed.state["planned_steps"]) == (whole.step, whole.state["planned_steps"]) == (10, 12)
