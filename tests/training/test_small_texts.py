@@ -181,6 +181,13 @@ def test_the_epochs_that_the_program_plans_are_no_finding(planned, tmp_path: Pat
     assert "many_epochs" in found
 
 
+def test_a_held_out_text_of_one_window_is_not_divided(planned, monkeypatch) -> None:
+    """The part that chooses is whole windows: it would be all of the text, and nothing would be left to judge."""
+    monkeypatch.setattr(length, "FEWEST_JUDGED_TOKENS", 50)
+    lines = planned("a", "model.sequence_length=256")
+    assert any(line.startswith("the held-out text is too small to judge") for line in lines)
+
+
 def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(
     planned, tiny_run, small_text, capsys
 ) -> None:

@@ -126,9 +126,10 @@ def is_small(config: RunConfig, corpus: Corpus) -> bool:
 
 
 def is_judged_on_a_part(config: RunConfig, corpus: Corpus) -> bool:
-    """Whether each of two parts of the held-out text is large enough."""
+    """Whether each of two parts of the held-out text is large enough. The first, which chooses, ends with a window."""
     held_out = sum(len(source.val) for source in corpus.sources)
-    return config.train.eval_tokens is None and held_out >= 2 * FEWEST_JUDGED_TOKENS
+    rounded = config.model.sequence_length * len(corpus.sources)  # tokens that the first part may have beyond its half
+    return config.train.eval_tokens is None and held_out >= 2 * (FEWEST_JUDGED_TOKENS + rounded)
 
 
 def small_text_lines(asked: RunConfig, config: RunConfig, corpus: Corpus) -> list[str]:
