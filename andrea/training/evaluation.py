@@ -372,8 +372,9 @@ def probe_batch(corpus: Corpus, sequence_length: int) -> tuple[Tensor, Tensor]:
     batches = [
         next(validation_batches(source.val, sequence_length, each, chat=source.chat)) for source in corpus.sources
     ]
-    tokens, targets = zip(*batches, strict=True)
-    return torch.cat(tokens), torch.cat(targets)
+    tokens, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    is_text = (targets != IGNORED_TARGET).any(1)  # a short held-out text leaves rows free
+    return tokens[is_text], targets[is_text]
 
 
 class Probed(NamedTuple):

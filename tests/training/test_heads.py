@@ -8,15 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import tiny_words
 
+from andrea.api.command_line import configure
 from andrea.attention import COMPATIBILITIES, HeadStatistics, attention_weights
 from andrea.attention.attend import IMPLEMENTATIONS
 from andrea.checkpoint import newest_whole
-from andrea.config import AttentionConfig, group_config, parse
+from andrea.config import AttentionConfig, RunConfig, group_config, parse
 from andrea.model import GPT, initialise
+from andrea.text.corpus import open_corpus
 from andrea.text.shards import IGNORED_TARGET
 from andrea.training import evaluation
-from andrea.training.evaluation import heatmaps, in_context_nats, probe, scalars, score_figures
+from andrea.training.evaluation import heatmaps, in_context_nats, probe, probe_batch, scalars, score_figures
 from andrea.training.records.run_folder import read_lines
 
 SCALARS = {
@@ -57,9 +60,6 @@ def test_the_heads_are_probed_twenty_times_a_run(tiny_run, tmp_path, notes):
 
 def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
     """Recomputed from the checkpoint, layer by layer, with the public attention_weights."""
-    from andrea.config import RunConfig
-    from andrea.model import GPT
-    from andrea.text.corpus import open_corpus
     from andrea.text.loader import validation_batches
 
     tiny_run("name=a", "model.n_kv_head=1")
@@ -84,6 +84,17 @@ def test_the_probe_is_the_weights_of_the_model_in_fp32(tiny_run, tmp_path):
         assert row == pytest.approx(expected, rel=1e-4)
     for row, expected in zip(record["attention/heads/entropy_nats"], entropy, strict=True):
         assert row == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_the_probe_of_a_short_held_out_text_is_this_text_alone(short_text: Path, tmp_path: Path) -> None:
+    """401 tokens are 13 windows of 32, of which the last is not full; the probe could take 64."""
+    run = configure(RunConfig, "train", tiny_words(tmp_path, short_text))
+    corpus = open_corpus(run.data, run.tokenizer, tmp_path / "data", lambda line: None)
+    tokens, targets = probe_batch(corpus, 32)
+    val = corpus.sources[0].val[:]
+    assert tokens.shape == targets.shape == (13, 32) and len(val) == 401
+    assert tokens.flatten()[:400].tolist() == val[:-1].tolist()
+    assert targets.flatten()[:400].tolist() == val[1:].tolist()
 
 
 @pytest.mark.untraced
