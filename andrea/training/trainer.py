@@ -572,7 +572,7 @@ class Trainer:
         checkpoints, figures = self.checkpoints, self.figures
         checkpoints.saver.wait()
         saved = checkpoints_of(checkpoints.folder)
-        remedies = [optimizer_remedy(self.config.optimizer)]
+        remedies = [optimizer_remedy(self.config)]
         if self.config.precision != "fp32":
             remedies.append(remedy_settings("precision=fp32"))
         self.records.console.stop()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from andrea.attention import HeadStatistics
 from andrea.checkpoint import Checkpoint
-from andrea.config import MEASURES_HEADS, OptimizerConfig, RunConfig
+from andrea.config import MEASURES_HEADS, RunConfig
 from andrea.text.chat import ChatTokenizer
 from andrea.text.corpus import Corpus
 from andrea.text.loader import Loader
@@ -86,15 +86,16 @@ def remedy_settings(*words: str) -> str:
     return "set " + " ".join(map(shlex.quote, words))
 
 
-def optimizer_remedy(optimizer: OptimizerConfig) -> str:
+def optimizer_remedy(run: RunConfig) -> str:
     """Settings for smaller or safer optimizer steps: the safeguards that are off now, and half the learning rate."""
-    rate = "matrix_learning_rate" if optimizer.kind == "muon" else "learning_rate"
+    optimizer, is_muon = run.optimizer, run.optimizer.kind == "muon" and not run.model.lora_rank
+    rate = "matrix_learning_rate" if is_muon else "learning_rate"  # AdamW trains the factors of LoRA
     words = []
     if optimizer.clip_norm is None:
         words.append("optimizer.clip_norm=1")
     if optimizer.warmup_steps == 0:
         words.append("optimizer.warmup_steps=100")
-    if optimizer.decay == 0:
+    if optimizer.decay == 0 and not run.model.lora_rank:  # factors do not decay
         words.append("optimizer.weight_decay=0.1")
     return remedy_settings(*words, f"optimizer.{rate}={getattr(optimizer, rate) / 2:g}")
 
@@ -200,7 +201,7 @@ def judge_heads(run: RunConfig, evidence: Evidence) -> Judgement:
         entropy_share = entropy_share[~is_closed.flatten()]
     on_one_key = share_of(entropy_share < ONE_KEY_ENTROPY)
     uniform = share_of(entropy_share > UNIFORM_ENTROPY)
-    largest_logit, smaller_steps = float(figures["largest_logit"].amax()), optimizer_remedy(run.optimizer)
+    largest_logit, smaller_steps = float(figures["largest_logit"].amax()), optimizer_remedy(run)
     if on_one_key >= HEAD_SHARE:
         findings["heads_on_one_key"] = (
             f"{on_one_key:.0%} of the heads (limit: {HEAD_SHARE:.0%}) attend to one key (entropy below "
@@ -240,7 +241,7 @@ def logits_remedy(run: RunConfig) -> str:
     if not run.model.qk_norm:
         return remedy_settings("model.qk_norm=true")
     if attention.compatibility in ("cosine", "additive") or "." in attention.compatibility:
-        return optimizer_remedy(run.optimizer)  # their logits are bounded, or unknown to QK-clip
+        return optimizer_remedy(run)  # their logits are bounded, or unknown to QK-clip
     words = ["model.qk_norm=false", "attention.qk_clip=100"]
     if attention.implementation not in MEASURES_HEADS:
         words.append("attention.implementation=auto")
@@ -344,7 +345,7 @@ class Health:
         heads, data = judge_heads(run, evidence), self.judge_data(evidence)
         figures = text.figures | steps.figures | heads.figures | data.figures
         findings = {
-            **advising(text.findings, f"{again}, and {optimizer_remedy(run.optimizer)}"),
+            **advising(text.findings, f"{again}, and {optimizer_remedy(run)}"),
             **steps.findings,
             **self.judge_loss(evidence),
             **heads.findings,
@@ -405,7 +406,7 @@ class Health:
                 findings["large_updates"] = (
                     f"one step changes the median weight matrix by {ratio:.2g} of its norm (limit: {LARGEST_UPDATE_RATIO:g})"
                 )
-        return Judgement(figures, advising(findings, optimizer_remedy(self.run.optimizer)))
+        return Judgement(figures, advising(findings, optimizer_remedy(self.run)))
 
     def judge_loss(self, evidence: Evidence) -> dict[str, str]:
         """Finds a loss that is not below the loss of a uniform guess or of the token frequencies."""
@@ -426,7 +427,7 @@ class Health:
                 f"{step - warmup_steps} steps after the warm-up, training loss {train:.3f} is not "
                 f"below {unigram:.3f}, the loss of a model that knows only the frequency of each token"
             )
-        return advising(findings, optimizer_remedy(self.run.optimizer))
+        return advising(findings, optimizer_remedy(self.run))
 
     # ------------------------------------------------------------------------------------------ the use of the data
 
@@ -510,16 +511,18 @@ class Health:
             return {}
         steps = best["step"] if rises else int(evidence.step * min(1, self.most_epochs / epochs))
         decay = 2 * self.run.optimizer.decay or 0.1
-        # A run as short as its warm-up would end before it has learned anything.
-        is_longer = steps > self.run.optimizer.warmup_steps
-        shorter = remedy_settings(f"train.steps={steps}") + " or " if is_longer else ""
+        remedies = ["add text"]
+        if steps > self.run.optimizer.warmup_steps:  # a shorter run would end before it has learned anything
+            remedies.append(remedy_settings(f"train.steps={steps}"))
+        if not self.run.model.lora_rank:  # whose factors do not decay
+            remedies.append(remedy_settings(f"optimizer.weight_decay={decay:g}"))
         found = f"rose from {best['val']:.3f} at step {best['step']} to" if rises else "is"
         limit = "" if rises else f", not below ln V = {uniform:.3f}, the loss of a uniform guess,"
         return {
             "overfitting": f"validation loss {found} {val:.3f}{limit} (limit: {OVERFIT_NATS:g} "
             f"above the lowest) while the training loss fell to {train:.3f}, after {epochs:.1f} "
             f"epochs; the best evaluation is the result of the run (checkpoints/best). To end near the best "
-            f"evaluation, add text, or {shorter}{remedy_settings(f'optimizer.weight_decay={decay:g}')}"
+            f"evaluation, {' or '.join(remedies)}"
         }
 
 

@@ -382,12 +382,15 @@ def test_a_resumed_run_is_judged_like_an_uninterrupted_one() -> None:
 
 def test_a_remedy_names_what_is_switched_off_first() -> None:
     def remedy(*words: str) -> str:
-        return optimizer_remedy(configure(RunConfig, "train", [*words]).optimizer)
+        return optimizer_remedy(configure(RunConfig, "train", [*words]))
 
     off = ("optimizer.clip_norm=null", "optimizer.warmup_steps=0", "optimizer.weight_decay=0")
     assert remedy(*off).startswith("set optimizer.clip_norm=1 optimizer.warmup_steps=100 optimizer.weight_decay=")
     assert remedy("optimizer.matrix_learning_rate=0.03") == "set optimizer.matrix_learning_rate=0.015"
     assert remedy("optimizer=adamw", "optimizer.learning_rate=0.002") == "set optimizer.learning_rate=0.001"
+    assert remedy("model.lora_rank=2", "optimizer.learning_rate=0.002", "optimizer.weight_decay=0") == (
+        "set optimizer.learning_rate=0.001"  # the only one of these keys that LoRA's factors heed
+    )
 
 
 def test_an_impossible_setting_is_refused() -> None:
