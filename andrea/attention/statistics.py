@@ -168,23 +168,23 @@ def head_statistics(
 
 
 def sees(mask: Mask | None, key_position: Tensor, position: Tensor, n_key: int) -> Tensor:
-    """Whether the query at position[i] sees the key at key_position[i]; both positions (T,) -> bool (..., T)."""
+    """Whether the query at position[i] sees the key at key_position[i]; both positions (..., T) -> bool (..., T)."""
     exists = (key_position >= 0) & (key_position < n_key)
     if mask is None:
         return exists
     interval = mask.interval(position, n_key)
     if interval is not None:
         return exists & (interval[0] <= key_position) & (key_position < interval[1])
-    written_out = mask.visible(position[:, None], torch.arange(n_key, device=position.device))
-    index = key_position.clamp(0, n_key - 1)[:, None].expand(*written_out.shape[:-1], 1)
-    return exists & written_out.gather(-1, index)[..., 0]
+    written_out = mask.visible(position[..., None], torch.arange(n_key, device=position.device))
+    index = key_position.clamp(0, n_key - 1)[..., None]
+    return exists & written_out.gather(-1, index.expand(*written_out.shape[:-1], 1))[..., 0]
 
 
 def masses_of_weights(weights: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
     """From weights (..., T, S), the weights (..., T) of two keys: key 0, and the key one position before each query."""
     n_query, n_key = weights.shape[-2:]
     previous = positions(n_query, start, weights.device) - 1
-    index = previous.clamp(0, n_key - 1)[:, None].expand(*weights.shape[:-1], 1)
+    index = previous.clamp(0, n_key - 1)[..., None].expand(*weights.shape[:-1], 1)
     exists = (previous >= 0) & (previous < n_key)
     return weights[..., 0], torch.where(exists, weights.gather(-1, index)[..., 0], 0)
 

@@ -50,6 +50,21 @@ def test_masses_are_weights_of_the_weight_matrix(mask, implementation):
     assert torch.equal(rows.visible_keys.expand_as(visible), visible)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("mask", [causal(), sliding_window(2)])
+def test_sequences_at_positions_of_their_own_are_measured_as_each_alone(mask, implementation):
+    query, key, value = torch.randn(2, 4, 3, 16), *torch.randn(2, 2, 2, 11, 16)
+    start = torch.tensor([5, 0])[:, None, None]
+    _, rows = attend(query, key, value, mask=mask, start=start, implementation=implementation, statistics=True)
+    heads = head_statistics(rows, mask, start, 11)
+    for index, own in enumerate((5, 0)):
+        of_one = [each[index : index + 1] for each in (query, key, value)]
+        _, alone = attend(*of_one, mask=mask, start=own, implementation=implementation, statistics=True)
+        torch.testing.assert_close(rows.previous_token_mass[index], alone.previous_token_mass[0])
+        for part, expected in zip(heads, head_statistics(alone, mask, own, 11), strict=True):
+            assert part is expected is None or torch.allclose(part[index], expected[0], atol=1e-6)
+
+
 def test_the_previous_token_of_a_query_that_stands_after_the_keys():
     weights = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.3, 0.4]])
     assert masses_of_weights(weights, 1)[1].tolist() == pytest.approx([0.1, 0.3])
@@ -60,6 +75,9 @@ def test_the_previous_token_of_a_query_that_stands_after_the_keys():
 @pytest.mark.parametrize("mask", [None, causal(), sliding_window(3), Checkered()])
 def test_sees_asks_the_mask(mask):
     position, of_key = torch.tensor([0, 1, 2, 3, 6]), torch.tensor([0, 0, 0, 2, 5])
+    assert torch.equal(
+        sees(mask, of_key.expand(2, 1, 5), position.expand(2, 1, 5), 7)[1, 0], sees(mask, of_key, position, 7)
+    )
     expected = [mask is None or bool(mask.visible(i, j)) for i, j in zip(position, of_key, strict=True)]
     assert sees(mask, of_key, position, 7).tolist() == expected
     assert not sees(mask, of_key - 7, position, 7).any()

@@ -117,10 +117,10 @@ def statistics_of(
     """
     mask, start, n_query, n_key = case.mask, case.first_position, query.shape[-2], key.shape[-2]
     key, position = repeated_for_query_heads(key, query), positions(n_query, start, query.device)
-    previous = (position - 1).clamp(0, n_key - 1)
+    before = key.gather(-2, (position - 1).clamp(0, n_key - 1)[..., None].expand_as(query))
 
     def mass(of_key: Tensor, key_position: Tensor) -> Tensor:
-        """The weight p = e^(score - log-sum-exp) of one key for each query. key_position (T,)."""
+        """The weight p = e^(score - log-sum-exp) of one key for each query. key_position: (T,), or (B, 1, T)."""
         scores = (query.float() * of_key.float()).sum(-1, keepdim=True)
         if case.modifiers is not None:
             scores = case.modifiers.modified(scores, position[..., None], key_position[..., None])
@@ -133,7 +133,7 @@ def statistics_of(
         largest_logit,
         entropy_nats,
         first_token_mass=mass(key[..., :1, :], torch.zeros_like(position)),
-        previous_token_mass=mass(key.index_select(-2, previous), position - 1),
+        previous_token_mass=mass(before, position - 1),
         visible_keys=(stop - first).clamp(min=0),
         sink_mass=None if case.sink is None else sink_mass_of(log_sum_exp, case.sink),
     )
