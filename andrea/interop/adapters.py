@@ -193,7 +193,8 @@ def base_of(folder: Path) -> Path:
     found = next((each for each in (path, folder.resolve().parent / path.name) if (each / CONFIG).is_file()), None)
     if found is None or is_adapter(found):
         ours = named.removesuffix("-hf")  # of `base_name`
-        makes = f"{typed_command('export')} {typed_words(checkpoint=ours)}"
+        imported = Path("data", "imported", ours)  # by init_from=FOLDER
+        makes = f"{typed_command('export')} {typed_words(checkpoint=imported if imported.exists() else ours)}"
         fetches = f"hf download {named} --local-dir {named}"
         raise UserError(
             f"base_model_name_or_path={named} of {folder / ADAPTER_CONFIG} is not the folder of a model; write the path of the "

@@ -307,12 +307,19 @@ def test_hostile_weights_are_refused(made: Adapter, tmp_path: Path, capsys) -> N
 
 @pytest.mark.parametrize(
     ("named", "remedy"),
-    [("mine-hf", "export checkpoint=mine"), ("org/mine-hf", "hf download org/mine-hf"), ("gpt2", "hf download gpt2")],
+    [
+        ("mine-hf", "export checkpoint=mine\n"),
+        ("theirs-hf", "export checkpoint=data/imported/theirs\n"),
+        ("org/mine-hf", "hf download org/mine-hf"),
+        ("gpt2", "hf download gpt2"),
+    ],
 )
 def test_a_base_that_is_not_there_is_named_with_the_command_that_makes_it(
-    made: Adapter, tmp_path: Path, capsys, named: str, remedy: str
+    made: Adapter, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, named: str, remedy: str
 ) -> None:
     folder, _ = made()
+    (tmp_path / "data" / "imported" / "theirs").mkdir(parents=True)  # as init_from=theirs makes it
+    monkeypatch.chdir(tmp_path)
     change_config(folder, base_model_name_or_path=named)
     assert remedy in refused(folder, tmp_path / "in", capsys)
 
