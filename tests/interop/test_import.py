@@ -206,6 +206,7 @@ def without_decoder(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(plain | {"decoder": {"type": "Fuse"}}))
 
 
+WINDOWS = {"model_type": "qwen3", "use_sliding_window": True}
 HOSTILE = {
     "a pickle": (with_pickle, "pytorch_model.bin, a pickle, which could run code"),
     "half of the weights": (truncated("model.safetensors", 0.5), "model.safetensors is damaged"),
@@ -243,11 +244,11 @@ HOSTILE = {
     "other positions": (edited(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type='yarn'"),
     "positions in words": (edited(rope_parameters="far"), "rope_parameters='far'"),
     "a window in a list": (
-        edited(sliding_window=[4], layer_types=["full_attention", "sliding_attention"] * 2),
+        edited(**WINDOWS, sliding_window=[4], layer_types=["full_attention", "sliding_attention"] * 2),
         "layer_types",
     ),
     "windows in lists": (
-        edited(sliding_window=[4], layer_types=["full_attention"] + ["sliding_attention"] * 2),
+        edited(**WINDOWS, sliding_window=[4], layer_types=["full_attention"] + ["sliding_attention"] * 2),
         "window",
     ),
     "weights in 4 bits": (edited(quantization_config={"bits": 4}), "quantization_config of config.json has no"),
@@ -256,10 +257,10 @@ HOSTILE = {
     "no biases in attention": (edited(attention_bias=True), "q_proj.bias is absent in the file"),
     "a biased MLP without biases": (edited(mlp_bias=True), "gate_proj.bias is absent in the file"),
     "window layers in words": (
-        edited(model_type="qwen3", max_window_layers="a", sliding_window=3, use_sliding_window=True),
+        edited(**WINDOWS, max_window_layers="a", sliding_window=3),
         "max_window_layers='a'",
     ),
-    "layer types of too few": (edited(layer_types=["full_attention"], sliding_window=4), "layer_types"),
+    "layer types of too few": (edited(**WINDOWS, layer_types=["full_attention"], sliding_window=4), "layer_types"),
 }
 
 
@@ -469,6 +470,26 @@ def test_what_transformers_and_published_files_hold_is_known(name: str, copied: 
     assert importing.write_imported(folder, tmp_path / "in", str(folder), "model")[1] == []
     assert main(["export", f"checkpoint={tmp_path / 'in'}", f"out={tmp_path / 'out'}"]) == 0
     assert importing.write_imported(tmp_path / "out", tmp_path / "again", "out", "model")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "removed", "window"),
+    [
+        ("mistral", {"use_sliding_window": False}, "", 7),
+        ("qwen2, windows", {}, "layer_types use_sliding_window", None),
+        ("qwen2, windows", {}, "layer_types max_window_layers", None),  # it has fewer than 28 layers
+    ],
+)
+def test_windows_are_those_that_transformers_reads(
+    family: str, changes: dict, removed: str, window: int | None, copied: Folder, tmp_path: Path
+) -> None:
+    folder = copied(family)
+    plain = json.loads((folder / "config.json").read_text())
+    for key in removed.split():
+        del plain[key]
+    (folder / "config.json").write_text(json.dumps(plain | changes))
+    assert main(["import", f"from={folder}", f"out={tmp_path / 'in'}"]) == 0
+    assert read_checkpoint(tmp_path / "in").state["config"]["attention"]["window"] == window
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3"])

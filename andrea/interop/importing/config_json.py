@@ -16,6 +16,7 @@ from andrea.model.gpt import GPT
 
 RECIPE_STEPS, RECIPE_TOKENS = 1000, 1 << 16  # of fine-tuning with train.steps=auto; nothing in the file says
 WORDS = ("name", "position", "norm", "mlp", "qk_norm", "value_embedding")  # values that are no numbers
+MAX_WINDOW_LAYERS = 28  # of Qwen's files that lack it, in transformers
 MOST_PARAMETERS = 1 << 37  # against absurd sizes: they are compared with the weights only after the model is built
 # Tables that old files hold: the causal mask, and the frequencies of the rotary positions, which are computed here.
 TABLES = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
@@ -108,20 +109,23 @@ class Settings(UserDict[str, Any]):
         return {"position": "rotary", "rotary_base": base}
 
     def windows(self, n_layer: Any) -> Any:
-        """attention.window by `sliding_window` and `layer_types`: one for all layers, or a list. None without windows."""
-        width, kinds, use = map(self.get, ("sliding_window", "layer_types", "use_sliding_window"))
-        if width is None or use is False:
+        """attention.window, as transformers reads it: one for all layers, or a list. None without windows.
+
+        Mistral has a window where `sliding_window` is a number, Qwen where `use_sliding_window` is true too, and Llama never.
+        """
+        kind, width, kinds, use = map(self.get, ("model_type", "sliding_window", "layer_types", "use_sliding_window"))
+        if kind == "mistral":
+            return width
+        if width is None or kind == "llama" or not use:
             return None
-        if kinds is None and "max_window_layers" in self:  # files of Qwen before layer_types
-            first = self["max_window_layers"]
+        if kinds is None:  # files of Qwen before layer_types
+            first = self.get("max_window_layers", MAX_WINDOW_LAYERS)
             if type(first) is not int or type(n_layer) is not int:
                 raise UserError(
                     f"max_window_layers={first!r:.60} of config.json is not a number of layers; copy it again"
                 )
             kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(n_layer)]
         known = {"sliding_attention": width, "full_attention": None}
-        if kinds is None:
-            return width
         if not isinstance(kinds, list) or len(kinds) != n_layer or not {str(kind) for kind in kinds} <= known.keys():
             raise UserError(
                 f"layer_types={kinds!r:.60} of config.json must name {n_layer} layers, each one of {', '.join(known)}"
