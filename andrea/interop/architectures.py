@@ -16,6 +16,7 @@ from andrea.config import AttentionConfig, ModelConfig, UserError, as_typed
 from andrea.model.gpt import GPT
 from andrea.text.tokenizer import Tokenizer
 
+ODD = "none (of an odd head width)"  # a model.position: rotary classes, in which nothing turns, need an even width
 NO_ROTATION = 1e30  # positions divided by this factor turn nothing: a rotary class without positions
 TOLERANCE = 1e-5  # the largest difference of logits, as a share of the largest logit
 REMOTE = "AndreaForCausalLM"
@@ -96,6 +97,8 @@ def differences(trained: Trained, allowed: dict[str, Allowed]) -> list[str]:
     if trained.model.position != "rotary":
         values["model.rotary_share"] = 1.0
         values["model.rotary_scaling"] = None
+    if trained.model.position == "none" and trained.model.head_width % 2:
+        values["model.position"] = ODD
     if not any(trained.windows):
         values["attention.window"] = None
     found = []
@@ -362,7 +365,7 @@ STOCK = (
         "GPT2LMHeadModel",
         {
             "model.d_head": {None},
-            "model.position": {"learned", "none"},
+            "model.position": {"learned", "none", ODD},
             "model.norm": {"layernorm"},
             "model.mlp": set(ACTIVATIONS),
             "model.bias": BOTH,

@@ -17,6 +17,7 @@ from andrea.config import UserError
 from andrea.interop.architectures import (
     GGUF_NAMES,
     NO_ROTATION,
+    ODD,
     TOLERANCE,
     Architecture,
     Trained,
@@ -73,7 +74,7 @@ ARCHITECTURES = (
             "model.norm": {"layernorm"},
             "model.mlp": {"gelu", "gelu_exact"},  # both by the table
             "model.bias": {False, True},
-            "model.position": {"learned", "none"},
+            "model.position": {"learned", "none", ODD},
         },
         joined_weights,
         GGUF_NAMES,

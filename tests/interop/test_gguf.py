@@ -77,6 +77,7 @@ def test_what_no_architecture_holds_is_refused_with_the_nearest_option() -> None
         (GELU, {}),
         ({"mlp": "relu2"}, {}),
         ({"position": "alibi"}, {}),
+        ({"position": "none", "n_head": 4}, {}),  # heads of 15 numbers
         ({}, {"sink": True}),
     ):
         with pytest.raises(UserError, match="lacks"):

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt2, exact GELU": ("GPT2LMHeadModel", GPT2 | {"mlp": "gelu_exact"}, {}),
     "gpt2, no biases, groups": ("GPT2LMHeadModel", GPT2 | {"bias": False, "n_kv_head": 2, "tied_head": False}, {}),
     "gpt2, squared ReLU, no positions": ("GPT2LMHeadModel", GPT2 | RELU2 | {"position": "none"}, {}),
+    "gpt2, no positions, heads of odd width": ("GPT2LMHeadModel", GPT2 | {"position": "none", "n_head": 4}, {}),
 }
 
 
@@ -106,6 +107,7 @@ def test_why_no_stock_class_fits() -> None:
     [
         (GPT2 | {"d_head": 14}, "GPT2LMHeadModel, lacks model.d_head=14"),
         ({"n_head": 7, "d_head": 14}, "model.n_head=7"),
+        ({"position": "none", "n_head": 4}, "LlamaForCausalLM, lacks model.position=none (of an odd head width)"),
     ],
 )
 def test_a_head_width_that_a_class_does_not_have_is_named(model: dict[str, Any], lacking: str) -> None:
