@@ -243,16 +243,15 @@ def stored_numbers(checkpoint: Path) -> int:
 def curve(records: list[dict[str, Any]], figures: tuple[str, ...], optional: tuple[str, ...] = ()) -> Curve:
     """The records that have all the figures. If a step has several such records, the last one is used.
 
-    optional: figures that are included where a record has them. The record of the run's end (key `event`) repeats the
-    figures of the last evaluation.
+    optional: figures that are included where a record has them. The record of the run's end (key `event`) is left out: it
+    repeats the figures of the last evaluation, which may be of an earlier step.
     """
     by_step: dict[float, dict[str, float]] = {}
     for record in records:
         axes = axes_of(record)
-        if axes is not None and all(is_number(record.get(key)) for key in figures):
+        if "event" not in record and axes is not None and all(is_number(record.get(key)) for key in figures):
             found = {key: record[key] for key in (*figures, *optional) if is_number(record.get(key))}
-            kept = by_step.get(record["step"], {}) if "event" in record else {}
-            by_step[record["step"]] = kept | axes | found
+            by_step[record["step"]] = axes | found
     return list(by_step.values())
 
 

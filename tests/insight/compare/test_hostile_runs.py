@@ -24,11 +24,12 @@ EVIL = "</script><script>document.title='EVIL'</script><img src=x onerror=\"docu
 Edit = Callable[[Path], object]
 
 
-def metrics(**changes: object) -> Edit:
-    """Change keys of every record; None removes one."""
+def metrics(first: int = 0, **changes: object) -> Edit:
+    """Change keys of every record from `first` on; None removes one."""
 
     def edit(run: Path) -> None:
-        records = [json.loads(line) | changes for line in (run / "metrics.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        records[first:] = [record | changes for record in records[first:]]
         kept = [{key: value for key, value in record.items() if value is not None} for record in records]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
 
@@ -86,8 +87,8 @@ ATTACKS: dict[str, Edit] = {
     "figures below 0": metrics(tokens=-5, flops=-1, seconds=-3, step=-1),
     "no axes": metrics(tokens=None),
     "text for figures": metrics(tokens=EVIL, flops=[], seconds={}, step="s"),
-    "an event that is none": metrics(event={"a": 1}),
-    "an event for the terminal": metrics(event="\x1b]0;title\x07\x1b[2J"),
+    "an event that is none": metrics(-1, event={"a": 1}),
+    "an event for the terminal": metrics(-1, event="\x1b]0;title\x07\x1b[2J"),
     "text for steps": config("train", "steps", "\x1b[2J"),
     "a list for steps": config("train", "steps", [1]),
     "no steps": config("train", "steps", None),
@@ -161,7 +162,8 @@ def test_a_hostile_name_is_shown_as_it_is(name: str, tmp_path: Path, capsys: pyt
 def evil_run(folder: Path) -> Path:
     """A run whose every text is an attack on the page's reader."""
     run = make_run(folder / EVIL.replace("/", "∕"))
-    metrics(**{f"attention/heads/{EVIL}": [[0.5]], "event": EVIL})(run)
+    metrics(**{f"attention/heads/{EVIL}": [[0.5]]})(run)
+    metrics(-1, event=EVIL)(run)
     config("model", "name", EVIL)(run)
     config("data", "path", EVIL)(run)
     sample = {"step": 100, "prompt": EVIL, "text": EVIL + "\ud800"}

@@ -38,6 +38,19 @@ def test_an_unfinished_run_with_a_torn_line_is_read(tmp_path: Path) -> None:
     assert run.progress == "at step 70 of 100, last evaluated at step 50"
 
 
+def test_the_end_of_an_interrupted_run_is_no_evaluation(tmp_path: Path) -> None:
+    """Its record repeats the figures of the last evaluation, here of step 50."""
+    folder = make_run(tmp_path / "cut", step=70)
+    *_, record = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    event = {key: record[key] for key in ("step", "tokens", "flops", "seconds")} | {"event": "interrupted"}
+    before = read_run(folder, "cut")
+    with open(folder / "metrics.jsonl", "a") as stream:
+        stream.write(json.dumps(event | {"val/loss": before.loss, "val/bpb": before.bpb}) + "\n")
+    run = read_run(folder, "cut")
+    assert run.validation == before.validation and run.result["step"] == 50
+    assert run.progress == "at step 70 of 100, last evaluated at step 50"
+
+
 def test_folders_that_cannot_be_compared_are_left_out_with_a_reason(tmp_path: Path) -> None:
     make_run(tmp_path / "early", step=20)
     make_run(tmp_path / "fine")
