@@ -104,9 +104,9 @@ def train(path: Path, words: list[str]) -> dict[str, Any]:
         )
         run = Path(place) / "runs" / "run"
         records = read_lines(run / "metrics.jsonl")
-        evaluations = [record for record in records if "val/loss" in record]
+        evaluations = [record for record in records if "val/loss" in record and "event" not in record]
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    result, last = result_of(evaluations, config), max(evaluations, key=lambda record: record["step"])
+        result, last = result_of(evaluations, run), max(evaluations, key=lambda record: record["step"])
     return {
         "steps": last["step"],
         "epochs": next(record["train/epoch"] for record in reversed(records) if "train/epoch" in record),

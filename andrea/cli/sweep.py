@@ -161,11 +161,13 @@ def run_name(own: list[str], group: str) -> str:
 def result_lines(runs_dir: Path, group: str, varied: list[str]) -> list[str]:
     """The best run of a sweep, if all runs were judged on the same text, and the command that compares the runs."""
     from andrea.insight.runs import bits_per_byte_of
-    from andrea.training.records.run_folder import config_of, is_run_folder, read_lines
+    from andrea.training.records.run_folder import is_run_folder, read_lines
 
     folders = sorted(runs_dir.glob(f"*-{glob.escape(group)}"))  # run_name ends every name so
-    runs = {run.name: (config_of(run), read_lines(run / "metrics.jsonl")) for run in folders if is_run_folder(run)}
-    figures = {name: figure for name, run in runs.items() if (figure := bits_per_byte_of(*run)) is not None}
+    found = {
+        run.name: bits_per_byte_of(run, read_lines(run / "metrics.jsonl")) for run in folders if is_run_folder(run)
+    }
+    figures = {name: figure for name, figure in found.items() if figure is not None}
     if len(figures) < 2:
         return []
     lines = []

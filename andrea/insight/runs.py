@@ -14,7 +14,7 @@ from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.checkpoint.folder import model_name
 from andrea.config import RunsConfig, UserError, nearest
 from andrea.insight.compare.comparison import NO_FIGURE, data_name, terminal_table
-from andrea.insight.compare.runs import NOT_RUNS, result_of, stored_numbers
+from andrea.insight.compare.runs import NOT_RUNS, OF_RESULTS, curve, result_of, stored_numbers
 from andrea.runtime.files import (
     UNFINISHED,
     Locked,
@@ -232,7 +232,7 @@ def read_row(folder: Path, records: list[dict[str, Any]], renamed: dict[str, str
     config, metrics = config_of(folder), folder / "metrics.jsonl"
     changed = (metrics if os.path.exists(metrics) else folder).stat().st_mtime
     model, steps = (inner(config, *keys) for keys in (("model", "name"), ("train", "steps")))
-    parameters, bits_per_byte = parameters_of(folder), bits_per_byte_of(config, records)
+    parameters, bits_per_byte = parameters_of(folder), bits_per_byte_of(folder, records)
     parents = [renamed.get(name, name) for name in names_of_parents(folder, config)]
     return changed, [
         folder.name,
@@ -247,11 +247,10 @@ def read_row(folder: Path, records: list[dict[str, Any]], renamed: dict[str, str
     ]
 
 
-def bits_per_byte_of(config: dict[str, Any], records: list[dict[str, Any]]) -> float | None:
-    """The figure of a run's result; None without an evaluation."""
-    measured = [record for record in records if is_number(record.get("val/bpb"))]
-    measured = [record for record in measured if "event" not in record] or measured
-    return result_of(measured, config)["val/bpb"] if measured else None
+def bits_per_byte_of(folder: Path, records: list[dict[str, Any]]) -> float | None:
+    """The figure of a run's result; None without an evaluation. Raises StorageFailed."""
+    validation = curve(records, ("val/bpb",), OF_RESULTS)
+    return result_of(validation, folder)["val/bpb"] if validation else None
 
 
 def state_of(folder: Path, records: list[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andrea.checkpoint import Damaged, checkpoints_of
+from andrea.checkpoint import Damaged, checkpoints_of, step_of
 from andrea.checkpoint.folder import SHARDS, read_small_json
 from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
@@ -21,6 +21,7 @@ from andrea.training.records import AXES
 from andrea.training.records.run_folder import is_number, load_config, read_records, values_of
 
 HEADS, IN_CONTEXT = "attention/heads/", "attention/in_context_nats"
+OF_RESULTS = ("val/compared_bpb", "val/tokens")  # figures that `result_of` reads where an evaluation has them
 Curve = list[dict[str, float]]  # records of one run, each with step, tokens, flops, seconds and some measured figures
 
 
@@ -154,11 +155,11 @@ def read_run(folder: Path, name: str) -> Run:
         raise LeftOut("; ".join(damaged))
     if not records:
         raise LeftOut("no record yet: the run has only started, or was stopped before its first record")
-    optional = ("val/compared_bpb", "val/tokens", "expected/bpb", "expected/spread_bpb")
-    validation = curve(records, ("val/loss", "val/bpb"), optional)
+    validation = curve(records, ("val/loss", "val/bpb"), (*OF_RESULTS, "expected/bpb", "expected/spread_bpb"))
     if not validation:
         raise LeftOut(f"no evaluation yet, at step {records[-1]['step']}")
-    result, memory = result_of(validation, config), values_of(records, "train/peak_memory_bytes")
+    facts = checkpoint_facts(folder)
+    result, memory = result_of(validation, folder), values_of(records, "train/peak_memory_bytes")
     try:
         judged = read_figures(folder)
     except OSError:
@@ -166,7 +167,7 @@ def read_run(folder: Path, name: str) -> Run:
     return Run(
         name=name,
         config=config,
-        **checkpoint_facts(folder),
+        **facts,
         **last_of(records),
         tokens_per_second=median(values_of(records, "train/tokens_per_second")),
         mfu=median(values_of(records, "train/mfu")),
@@ -277,20 +278,18 @@ def is_table(value: Any) -> bool:
     return same_length and all(number is None or is_number(number) for row in value for number in row)
 
 
-def result_of(validation: Curve, config: dict[str, Any]) -> dict[str, float]:
-    """The evaluation that counts as the result of a run: the best evaluation after which a checkpoint was written.
+def result_of(validation: Curve, run: Path) -> dict[str, float]:
+    """The evaluation that counts as the result of a run: the best one of a checkpoint on the disk, which keeps the best.
 
     While validation improves, it is the last evaluation, as in `checkpoint.result_of`. Evaluations are
     compared on the same held-out tokens: by `val/compared_bpb` if it is recorded, else by `val/bpb`. validation: at least
-    one evaluation.
+    one evaluation. run: the folder. Raises StorageFailed.
     """
-    settings = config.get("train")
-    settings = settings if isinstance(settings, dict) else {}
-    save_every, last = settings.get("save_every"), validation[-1]
-    if not (isinstance(save_every, int) and save_every > 0) or "val/tokens" in last:  # of a part of that text
+    last, steps = validation[-1], set(map(step_of, checkpoints_of(run)))
+    if "val/tokens" in last:  # of a part of that text
         return last
-    saved = [point for point in validation[:-1] if point["step"] % save_every == 0 and "val/tokens" not in point]
-    return min([last, *reversed(saved)], key=lambda point: point.get("val/compared_bpb", point["val/bpb"]))
+    saved = [point for point in validation[:-1] if point["step"] in steps and "val/tokens" not in point]
+    return min([last, *saved], key=lambda point: point.get("val/compared_bpb", point["val/bpb"]))
 
 
 def median(values: list[float]) -> float | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from run_folders import CONFIG, loss_of, make_run
 
+from andrea.__main__ import main
 from andrea.config import UserError
 from andrea.insight.compare.runs import LeftOut, find_run_folders, read_run, read_runs
 from andrea.text.tokenizer import ByteTokenizer
@@ -49,6 +51,20 @@ def test_the_end_of_an_interrupted_run_is_no_evaluation(tmp_path: Path) -> None:
     run = read_run(folder, "cut")
     assert run.validation == before.validation and run.result["step"] == 50
     assert run.progress == "at step 70 of 100, last evaluated at step 50"
+
+
+def test_the_result_is_the_best_evaluation_of_a_checkpoint_on_the_disk(tmp_path: Path, capsys) -> None:
+    """Whatever train.save_every is now: an earlier part of the run may have had another."""
+    folder = make_run(tmp_path / "one", train__save_every=100)
+    figures = {25: 0.5, 50: 0.75, 75: 0.75, 100: 1.0}  # after step 25, no checkpoint was written
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [each | {"val/bpb": figures[each["step"]]} if "val/bpb" in each else each for each in records]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for step in (50, 75):
+        shutil.copytree(folder / "checkpoints" / "step-00000100", folder / "checkpoints" / f"step-{step:08d}")
+    run = read_run(folder, "one")
+    assert (run.result["step"], run.bpb) == (50, 0.75)
+    assert main(["runs", str(tmp_path)]) == 0 and "0.7500" in capsys.readouterr().out
 
 
 def test_folders_that_cannot_be_compared_are_left_out_with_a_reason(tmp_path: Path) -> None:
