@@ -115,9 +115,9 @@ def rename_run(config: RunsConfig, say: Callable[[str], None] = print) -> int:
         about = mark_of(folder) | {"run": run_id, "earlier_names": [*earlier_names(folder), folder.name]}
         with storing(folder, of_run=False):
             replace_text(folder / MARK, json.dumps(about) + "\n")
-            replace_text(
-                folder / CONFIG, yaml.safe_dump(settings | {"name": config.to}, sort_keys=False, allow_unicode=True)
-            )
+            if settings:  # a file that cannot be read stays as it is
+                text = yaml.safe_dump(settings | {"name": config.to}, sort_keys=False, allow_unicode=True)
+                replace_text(folder / CONFIG, text)
             close_before_rename(lock)
             rename(folder, new)
         (new / LOCK).unlink(missing_ok=True)

@@ -88,6 +88,14 @@ def test_a_renamed_run_is_resumed_and_its_parents_and_children_stay(
     assert {row[0]: row[7] for row in rows[1:3]} == {"earlier": "–", "second": "earlier"}
 
 
+def test_a_configuration_that_cannot_be_read_is_not_replaced_by_the_new_name(tmp_path: Path, capsys) -> None:
+    config = make_run(tmp_path / "a") / "config.yaml"
+    config.write_text(config.read_text() + "train: [")
+    before = config.read_bytes()
+    runs(capsys, tmp_path, "rename", "a", "b")
+    assert (tmp_path / "b" / "config.yaml").read_bytes() == before
+
+
 def test_disk_shows_each_run_and_each_prepared_text_the_largest_first(tmp_path: Path, capsys) -> None:
     place = tmp_path / "runs"
     make_run(place / "small", 1000)
