@@ -13,7 +13,7 @@ from andrea.checkpoint.folder import Checkpoint, read_checkpoint, read_state
 from andrea.checkpoint.state import STEP_NAME
 from andrea.checkpoint.tensors import Damaged
 from andrea.config import UserError, nearest
-from andrea.runtime.files import StorageFailed, reading, replace_text, staging_path, storing, unused_path
+from andrea.runtime.files import UNFINISHED, StorageFailed, reading, replace_text, staging_path, storing, unused_path
 from andrea.runtime.program import typed_command, typed_words
 from andrea.runtime.system import WINDOWS, flush_to_disk, rename
 
@@ -120,9 +120,11 @@ def step_of(checkpoint: Path) -> int:
 
 
 def runs_of(runs_dir: Path) -> dict[Path, Path]:
-    """The newest checkpoint of each run folder; those that cannot be read, such as another user's, are passed over."""
+    """The newest checkpoint of each run folder; those that cannot be read or are half deleted are passed over."""
     found = {}
     for run in Path(runs_dir).glob("*") if os.path.isdir(runs_dir) else ():
+        if run.name.startswith(UNFINISHED):
+            continue
         with suppress(StorageFailed, IndexError):
             found[run] = checkpoints_of(run)[-1]
     return found

@@ -11,8 +11,9 @@ import yaml
 from compare.run_folders import make_run
 
 from andrea.__main__ import main
-from andrea.checkpoint import best_of, newest_whole
+from andrea.checkpoint import best_of, newest_run, newest_whole
 from andrea.config import UserError
+from andrea.insight.compare.runs import find_run_folders
 from andrea.runtime.files import exclusive_lock
 from andrea.training.records.run_folder import read_lines
 
@@ -30,6 +31,20 @@ def test_a_run_is_deleted_only_when_confirmed(tmp_path: Path, capsys: pytest.Cap
     typed = str(refused.value).split("andrea runs ")[-1].split()  # what the message says to type
     assert main(["runs", *typed]) == 0 and "deleted: " in capsys.readouterr().out
     assert not run.exists() and other.exists() and os.listdir(tmp_path) == ["b"]
+
+
+def test_a_run_that_is_half_deleted_is_no_run(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kept", "doomed"):  # the second is the newest
+        make_run(tmp_path / name)
+
+    def interrupted(folder: Path) -> None:
+        (folder / "run.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runs(capsys, tmp_path, "delete", "doomed", "confirm=true")
+    assert newest_run(tmp_path) == tmp_path / "kept" and find_run_folders([str(tmp_path)]) == [tmp_path / "kept"]
 
 
 @pytest.mark.parametrize("words", [["delete", "NAME", "confirm=true"], ["rename", "NAME", "new"]], ids=lambda w: w[0])

@@ -16,7 +16,7 @@ from andrea.checkpoint.folder import SHARDS, read_small_json
 from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
 from andrea.evaluation.results import TEXT_METRIC, Judged, read_figures
-from andrea.runtime.files import StorageFailed
+from andrea.runtime.files import UNFINISHED, StorageFailed
 from andrea.training.records import AXES
 from andrea.training.records.run_folder import is_number, load_config, read_records, values_of
 
@@ -118,7 +118,8 @@ def runs_inside(folder: Path) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    return os.path.isfile(folder / "config.yaml")  # False, without an error, for a folder that may not be read
+    """Whether it holds a run's configuration. False, without an error, for a folder that may not be read."""
+    return not folder.name.startswith(UNFINISHED) and os.path.isfile(folder / "config.yaml")  # UNFINISHED: half deleted
 
 
 def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
