@@ -34,6 +34,7 @@ from andrea.training.records.run_folder import (
     CONFIG,
     LOCK,
     MARK,
+    beginning_of,
     config_of,
     is_number,
     is_run_folder,
@@ -278,10 +279,9 @@ def text_of(config: dict[str, Any]) -> str:
 
 
 def names_of_parents(run: Path, config: dict[str, Any]) -> list[str]:
-    """The runs from whose weights it began (init_from), or from whose predictions it learned (train.teachers), of which
-    paths of checkpoints are known. config: the run's."""
-    began = mark_of(run).get("init_from")
-    paths = [*([Path(began)] if isinstance(began, str) and began else []), *teachers_of(config)]
+    """The runs from which it began (init_from, or resume in a folder of its own), or from whose predictions it learned
+    (train.teachers), of which paths of checkpoints are known. config: the run's."""
+    paths = [*map(Path, beginning_of(run).values()), *teachers_of(config)]
     return list(dict.fromkeys(map(model_name, paths)))  # the reference of an objective is also what the run began from
 
 

@@ -69,8 +69,12 @@ def test_text_and_parents_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     (second / "run.json").unlink()
     mark(second, None, source)
     (second / "config.yaml").write_text(yaml.safe_dump(config))
+    third = make_run(tmp_path / "third")
+    (third / "run.json").unlink()
+    mark(third, None, resume=Path(source))
     rows = {row[0]: row[6:8] for row in table(capsys, str(tmp_path))}
     assert rows["first"] == ["notes", "–"] and rows["second"] == ["code+notes", "first, other"]
+    assert rows["third"] == ["pystdlib", "first"]
 
 
 def test_a_run_in_progress_is_called_running(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
