@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,23 @@ def test_bits_per_byte_stand_against_the_bytes_of_the_weights_in_each_judged_pre
         assert "1.4000" in tip and "int8, 70k bytes" in tip
         labels = [each.text_content() for each in page.locator("#chart text[text-anchor=end]").all()]
         assert len(set(labels)) == len(labels) > 1
+
+
+def test_a_loss_that_falls_below_0_is_drawn_on_a_linear_axis(tmp_path: Path) -> None:
+    """As of objective=grpo: the mean of advantage times log probability."""
+    folder, out = make_run(tmp_path / "runs" / "one"), tmp_path / "page.html"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        each | {"train/loss": math.sin(each["step"]), "attention/heads/induction_score": [[0.1]]} for each in records
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_page(folder, out)
+    with opened(out) as page:
+        for chart in ("#chart", "#births"):
+            drawn = page.locator(f"{chart} > path").evaluate_all(
+                "(paths) => paths.map((path) => path.getAttribute('d'))"
+            )
+            assert "NaN" not in "".join(drawn) and any(path.count("L") == 19 for path in drawn)  # of all 20 records
 
 
 def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -> None:

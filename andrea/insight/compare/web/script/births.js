@@ -103,10 +103,10 @@ function drawBirths() {
 function drawStrip({ title, curves, isLog, atLeast = [], ...view }) {
   const chart = byId("births");
   const ys = [...atLeast, ...curves.flatMap(({ points, figure }) => points.map((point) => point[figure]))];
-  const usable = ys.filter((value) => !isLog || value > 0);
+  isLog &&= ys.every((value) => value > 0);
   chart.append(newShape("text", { class: "title", x: view.left, y: view.top - 8 }, title));
-  if (!usable.length) return;
-  const [low, high] = [Math.min(...usable), Math.max(...usable)];
+  if (!ys.length) return;
+  const [low, high] = [Math.min(...ys), Math.max(...ys)];
   view.y = makeScale(low, high > low ? high : low + 1, view.bottom, view.top, isLog);
   for (const value of gridValues(low, high > low ? high : low + 1, isLog, 4)) {
     chart.append(newShape("line", { class: "grid", x1: view.left, x2: view.right, y1: view.y(value), y2: view.y(value) }));

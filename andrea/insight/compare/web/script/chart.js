@@ -128,7 +128,8 @@ function layOut(view) {
   // Training points hold the loss alone; they are drawn with it only.
   const withBand = points.filter((point) => view.metric === "bpb" && point.expected !== undefined);
   const edges = withBand.flatMap((point) => [point.expected - point.spread, point.expected + point.spread]);
-  const ys = [...points.map((point) => point[view.metric]), ...edges].filter((value) => !view.logY || value > 0);
+  const ys = [...points.map((point) => point[view.metric]), ...edges];
+  view.logY &&= ys.every((value) => value > 0); // the training loss of some objectives falls below 0
   if (!xs.length || !ys.length || !width) return false;
   let [lowX, highX] = [view.logX ? Math.min(...xs) : 0, Math.max(...xs)];
   if (lowX === highX) [lowX, highX] = [lowX / 2, highX * 2 || 1];
