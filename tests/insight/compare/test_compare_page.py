@@ -127,6 +127,23 @@ def test_a_loss_that_falls_below_0_is_drawn_on_a_linear_axis(tmp_path: Path) -> 
             assert "NaN" not in "".join(drawn) and any(path.count("L") == 19 for path in drawn)  # of all 20 records
 
 
+def test_figures_that_no_shown_run_has_are_no_error(tmp_path: Path) -> None:
+    for name, score in (("with", 0.5), ("without", None)):
+        with open(make_run(tmp_path / "runs" / name) / "metrics.jsonl", "a") as stream:
+            record = {"step": 100, "tokens": 10_000, "flops": 1e9, "seconds": 10.0}
+            stream.write(json.dumps(record | {"attention/heads/induction_score": [[score]]}) + "\n")
+    write_page(tmp_path / "runs", tmp_path / "both.html")
+    with opened(tmp_path / "both.html") as page:
+        page.locator("#runs button", has_text="with ·").click()
+        page.hover("#births")
+        page.focus("#births")
+        page.keyboard.press("ArrowLeft")
+        assert page.locator("#births-tip").text_content() == ""
+    write_page(tmp_path / "runs" / "without", tmp_path / "one.html")
+    with opened(tmp_path / "one.html") as page:
+        assert page.locator("#head-range").text_content() == "not measurable"
+
+
 def test_a_single_run_s_page_shows_its_curve_samples_and_heads(tmp_path: Path) -> None:
     folder, out = make_run(tmp_path / "runs" / "a<b>", 5000, 50_000), tmp_path / "page.html"
     measured = (

@@ -97,7 +97,7 @@ function drawBirths() {
   for (const curve of births.curves) drawBirth(view, curve, strips);
   chart.setAttribute("viewBox", `0 0 ${width} ${bottom + 46}`);
   chart.setAttribute("height", bottom + 46);
-  Object.assign(births, { x: view.x, axis: view.axis, bottom });
+  if (births.measured.length) Object.assign(births, { x: view.x, axis: view.axis, bottom });
 }
 
 function drawStrip({ title, curves, isLog, atLeast = [], ...view }) {

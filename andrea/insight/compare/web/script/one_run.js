@@ -62,7 +62,7 @@ function drawHeads() {
   chart.setAttribute("width", size.width);
   chart.setAttribute("height", size.height);
   chart.replaceChildren();
-  byId("head-range").textContent = `from ${format(low)} (pale) to ${format(high)} (strong)`;
+  byId("head-range").textContent = numbers.length ? `from ${format(low)} (pale) to ${format(high)} (strong)` : "not measurable";
   labels.forEach((label, row) => {
     chart.append(newShape("text", { x: left - 6, y: row * height + 12, "text-anchor": "end" }, label));
   });
