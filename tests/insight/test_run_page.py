@@ -37,12 +37,14 @@ def test_the_page_is_written_at_evaluations_and_samples(tmp_path: Path) -> None:
     assert data_of(page)["samples"] == [sample]
     logger.alert(RECORD)
     (folder / "lens").mkdir()
-    (folder / "lens" / "step-00000100.html").touch()
+    # Two of steps that were evaluated, one of a step that the run has not reached, a user's own.
+    for name in ("step-00000100", "step-00000075", "step-00000110", "mine"):
+        (folder / "lens" / f"{name}.html").touch()
     logger.page(RECORD)
-    assert data_of(page)["lenses"] == ["lens/step-00000100.html"]
+    assert data_of(page)["lenses"] == ["lens/step-00000075.html", "lens/step-00000100.html"]
     page.unlink()
     logger.finish(0)
-    assert data_of(page)["lenses"] == ["lens/step-00000100.html"]
+    assert data_of(page)["lenses"] == ["lens/step-00000075.html", "lens/step-00000100.html"]
 
 
 def test_there_is_no_page_before_the_first_checkpoint(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from andrea.checkpoint import step_name
 from andrea.config import CompareConfig, ModelConfig, UserError, as_typed
 from andrea.config.keys import flatten
 from andrea.insight.compare.births import birth_lines, births_data
@@ -168,10 +169,12 @@ class RunPage(Logger):
         except LeftOut:
             return
         try:
-            names = sorted(os.listdir(self.folder / "lens"))  # Path.glob would find nothing in an unreadable folder
+            names = os.listdir(self.folder / "lens")  # Path.glob would find nothing in an unreadable folder
         except (FileNotFoundError, NotADirectoryError):
             names = []
-        lenses = [f"lens/{name}" for name in names if name.endswith(".html")]
+        # Others are a user's own, or of steps that a run, which has gone back to an earlier step, has not reached again.
+        of_evaluations = [f"{step_name(point['step'])}.html" for point in run.validation]
+        lenses = [f"lens/{name}" for name in of_evaluations if name in names]
         replace_text(self.folder / RUN_PAGE, render_page([run], lenses=lenses))
 
     def record(self, record: dict[str, Any]) -> None:
