@@ -248,6 +248,11 @@ def test_switches_change_shades_but_not_numbers(browser, tmp_path: Path) -> None
     assert shades() == plain
     page.locator("#theme").click()
     assert page.get_attribute("html", "data-theme") == "dark" and shades() != plain
+    page.locator("#hide").check()
+    weights = weights_of(make(), 2)[1]
+    query = next(i for i in range(2, len(weights)) if weights[i].argmax() == 0)
+    page.locator(f"#token-{query}").click()  # selects the key with the largest weight that is not hidden
+    assert re.search(rf"→\s+{1 + int(weights[query, 1:].argmax())}\s", opened.text("#chosen"))
     assert opened.is_quiet()
 
 

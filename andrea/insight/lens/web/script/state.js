@@ -55,9 +55,6 @@ function writeAddress() {
 function strongestKey(i) {
   const { weights } = openHead(state.head);
   if (!weights) return Math.max(0, i - 1);
-  let best = Math.max(0, intervalsOf(state.head).first[i]);
-  for (const j of visibleKeys(state.head, i)) {
-    if (weights[i * T + j] > weights[i * T + best] && !(state.hide && j === 0)) best = j;
-  }
-  return best;
+  const keys = visibleKeys(state.head, i).filter((j) => !(state.hide && j === 0 && i > 0));
+  return keys.reduce((best, j) => (weights[i * T + j] > weights[i * T + best] ? j : best), keys[0]);
 }
