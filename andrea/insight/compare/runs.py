@@ -136,12 +136,17 @@ def read_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def unique_names(folders: list[Path]) -> list[str]:
-    """The folders' names. Equal names are preceded by the name of the parent folder."""
-    names = [folder.resolve().name for folder in folders]
-    return [
-        f"{folder.resolve().parent.name}/{name}" if names.count(name) > 1 else name
-        for folder, name in zip(folders, names, strict=True)
-    ]
+    """The folders' names. Equal names are preceded by the names of as many folders above as they need to differ.
+
+    folders: no two are the same.
+    """
+    paths, names = [folder.resolve() for folder in folders], []
+    for path in paths:
+        n_part = 1
+        while sum(other.parts[-n_part:] == path.parts[-n_part:] for other in paths) > 1:
+            n_part += 1
+        names.append("/".join(path.parts[-n_part:]))
+    return names
 
 
 def read_run(folder: Path, name: str) -> Run:

@@ -93,10 +93,11 @@ def test_a_damaged_checkpoint_is_a_reason_to_leave_a_run_out(tmp_path: Path) -> 
 
 
 def test_runs_of_equal_names_get_their_parent_folders_and_each_run_is_read_once(tmp_path: Path) -> None:
-    for parent in ("a", "b"):
+    for parent in ("a", "b", "c/b"):
         make_run(tmp_path / parent / "same")
-    found, _ = read_runs(find_run_folders([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "b" / "same")]))
-    assert [run.name for run in found] == ["a/same", "b/same"]
+    folders = [str(tmp_path / name) for name in ("a", "b", "b/same", "c/b")]
+    found, _ = read_runs(find_run_folders(folders))
+    assert [run.name for run in found] == ["a/same", "c/b/same", f"{tmp_path.name}/b/same"]
 
 
 def test_paths_that_hold_no_run_are_errors(tmp_path: Path) -> None:
