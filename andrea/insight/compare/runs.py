@@ -77,7 +77,7 @@ class Run:
         """
         by_text: dict[tuple, list[dict[str, Any]]] = {}
         for step, figure in self.judged.values():
-            if figure.metric == TEXT_METRIC and figure.n_byte > 0:
+            if figure.metric == TEXT_METRIC and figure.n_byte > 0 and is_number(figure.value):
                 point = {"bytes": figure.n_byte, "bpb": figure.value, "precision": figure.precision, "step": step}
                 text = figure.task, figure.n, figure.about  # tasks of lm-eval have no `about`
                 by_text.setdefault(text, []).append(point | {"text": figure.about or figure.task})

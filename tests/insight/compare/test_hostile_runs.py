@@ -16,7 +16,9 @@ from run_folders import make_run
 from test_compare_page import opened
 
 from andrea.__main__ import main
+from andrea.checkpoint import Checkpoint
 from andrea.cli.exit_code import exit_code_of
+from andrea.evaluation.results import Figure, append_figures
 from andrea.insight.compare.page import RunPage, render_page
 from andrea.insight.compare.runs import LeftOut, Run, read_run
 
@@ -77,6 +79,11 @@ def aliases() -> str:
     return "\n".join([*lines, "model: {name: m}", "train: {steps: 1}", "data: {kind: text}", ""])
 
 
+def judged(value: float) -> Edit:
+    figure = Figure("t", "bits_per_byte", value, 0.01, None, 3, "", "fp32", 400)
+    return lambda run: append_figures(run, Checkpoint(run / "checkpoints" / "step", {"step": 100}), [figure], {})
+
+
 STATE = "checkpoints/step-00000100/state.json"
 ATTACKS: dict[str, Edit] = {
     "a number of 5000 digits": first_line('{"step": ' + "9" * 5000 + "}"),
@@ -114,6 +121,8 @@ ATTACKS: dict[str, Edit] = {
     "a mark that is a pipe": pipe("run.json"),
     "a state that is a pipe": pipe(STATE),
     "weights that are a pipe": pipe("checkpoints/step-00000100/model.safetensors"),
+    "a judged figure that is no number": judged(math.nan),
+    "an infinite judged figure": judged(math.inf),
     "metrics without an end": endless("metrics.jsonl"),
     "a mark without an end": endless("run.json"),
     "a state without an end": endless(STATE),
