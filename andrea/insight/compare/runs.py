@@ -98,16 +98,19 @@ def find_run_folders(paths: list[str], runs_dir: str = "runs") -> list[Path]:
     for typed in paths:
         if len(paths) > 1 and Path(typed).name in NOT_RUNS:  # a glob such as runs/* names them too
             continue
-        path = next((path for path in (Path(typed), Path(runs_dir) / typed) if path.is_dir()), None)
-        if path is None:
+        places = [path for path in (Path(typed), Path(runs_dir) / typed) if path.is_dir()]
+        if not places:
             names = [child.name for child in runs_inside(Path(runs_dir))]
             raise UserError(
                 f"{typed} is neither a folder nor a run under runs_dir={runs_dir}; name runs, or a folder that "
                 f"contains runs (runs/){nearest(typed, names)}"
             )
-        inside = [path] if is_run(path) else runs_inside(path)
-        if not inside:
-            raise UserError(f"{path} holds no run: neither it nor a folder in it has a config.yaml; name a run folder")
+        # A run may have the name of another folder here, such as that of its text.
+        inside = next(filter(None, ([path] if is_run(path) else runs_inside(path) for path in places)), None)
+        if inside is None:
+            raise UserError(
+                f"{places[0]} holds no run: neither it nor a folder in it has a config.yaml; name a run folder"
+            )
         found += inside
     unique = {folder.resolve(): folder for folder in found}
     return list(unique.values())

@@ -115,13 +115,15 @@ def test_a_glob_may_name_the_folders_that_training_makes_beside_the_runs(tmp_pat
         find_run_folders([str(tmp_path / "sweeps")])
 
 
-def test_a_run_is_found_by_its_name(tmp_path: Path) -> None:
+def test_a_run_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "kept" / "one")
+    (tmp_path / "one").mkdir()  # such as the folder of its text
+    monkeypatch.chdir(tmp_path)
     assert find_run_folders(["one"], str(tmp_path / "kept")) == [folder]
     with pytest.raises(UserError, match="onne is neither a folder nor a run under runs_dir=.*did you mean one"):
         find_run_folders(["onne"], str(tmp_path / "kept"))
     with pytest.raises(UserError, match="neither a folder nor a run"):
-        find_run_folders(["one"], str(tmp_path / "absent"))
+        find_run_folders(["two"], str(tmp_path / "absent"))
 
 
 def test_heads_and_samples_are_read_and_damaged_ones_left_out(tmp_path: Path) -> None:
