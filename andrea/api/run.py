@@ -92,8 +92,11 @@ def new_or_resumed(typed: RunConfig, line: CommandLine, started: float) -> Finis
 
     if typed.init_from:
         resume.check_source(typed)
+    if "{" in (typed.name or ""):  # places to fill in, from what was typed alone: a resumed run may have another length
+        check_combinations(typed)
+        typed = dataclasses.replace(typed, name=with_length_and_name(typed).name)
     config = typed
-    if not typed.resume or "{" in (typed.name or ""):  # places to fill in, from what was typed alone
+    if not typed.resume:
         check_combinations(typed)
         config = with_length_and_name(typed)
     progress, groups = None, chosen_groups(line.groups)

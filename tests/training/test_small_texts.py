@@ -188,6 +188,16 @@ def test_a_held_out_text_of_one_window_is_not_divided(planned, monkeypatch) -> N
     assert any(line.startswith("the held-out text is too small to judge") for line in lines)
 
 
+def test_a_run_named_by_its_tokens_goes_on_in_its_folder(planned, tmp_path: Path) -> None:
+    """As the runs of a sweep are: the name tells the tokens of the recipe, and the text has made the run shorter."""
+    planned("{model}-{tokens}")
+    (run,) = (tmp_path / "runs").iterdir()
+    shutil.rmtree(checkpoints_of(run)[-1])
+    words = ["model.sequence_length=32", "train.tokens_per_step=256", f"data_dir={tmp_path / 'data'}"]
+    assert main(["train", f"runs_dir={run.parent}", "name={model}-{tokens}", "resume=auto", *words]) == 0
+    assert list(run.parent.iterdir()) == [run] and step_of(checkpoints_of(run)[-1]) == 60
+
+
 def test_a_held_out_text_too_small_to_judge_is_said_and_a_typed_length_is_kept(
     planned, tiny_run, small_text, capsys
 ) -> None:
