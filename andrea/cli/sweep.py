@@ -8,6 +8,7 @@ checks its own values. Each run is a separate process, so a run that fails does 
 import glob
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from andrea.api.command_line import SWITCHES, check_once, hydra_defaults, hydra_
 from andrea.config import CONFIGS, RunConfig, UserError, folder_name, readable_path
 from andrea.config.keys import check_choice, not_key_value, type_of_key
 from andrea.config.parse import is_text
+from andrea.runtime.files import reporting_unusable
 from andrea.runtime.program import module_command, module_environment, typed_command
 
 INTERRUPTED = (129, 130, 143)
@@ -49,16 +51,17 @@ def sweep(argv: list[str]) -> int:
     if alone := {"name", "runs_dir"} & set(keys):
         raise UserError(f"{min(alone)} holds all runs of a sweep, so it has one value; leave the others out")
     folder = runs_dir / "sweeps" / group
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with reporting_unusable(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
     launch(fixed, varied, group, folder, for_hydra)
     # Of each run: the words in which it differs from the others, and the exit code of its process.
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     if not runs:
         raise UserError(f"the sweep makes no run: {' '.join(varied)} has no values")
-    for line in result_lines(runs_dir, group, keys):
-        print(line)
     failed = [run for run in runs if run["code"]]
+    for line in result_lines(runs_dir, group, [run["words"] for run in runs if run not in failed], keys):
+        print(line)
     line = f"sweep: {len(runs) - len(failed)} of {len(runs)} runs done"
     if failed:
         line += "; failed: " + ", ".join(f"{' '.join(run['words'])} (exit code {run['code']})" for run in failed)
@@ -158,24 +161,36 @@ def run_name(own: list[str], group: str) -> str:
     return "-".join(["{model}", "{tokens}", "seed{seed}", *others, group]).replace("/", "_")
 
 
-def result_lines(runs_dir: Path, group: str, varied: list[str]) -> list[str]:
-    """The best run of a sweep, if all runs were judged on the same text, and the command that compares the runs."""
-    from andrea.insight.runs import bits_per_byte_of
-    from andrea.training.records.run_folder import is_run_folder, read_lines
+def result_lines(runs_dir: Path, group: str, done: list[list[str]], varied: list[str]) -> list[str]:
+    """The best run of a sweep, if all runs were judged on the same text, and the command that compares the runs.
 
-    folders = sorted(runs_dir.glob(f"*-{glob.escape(group)}"))  # run_name ends every name so
-    found = {
-        run.name: bits_per_byte_of(run, read_lines(run / "metrics.jsonl")) for run in folders if is_run_folder(run)
-    }
-    figures = {name: figure for name, figure in found.items() if figure is not None}
+    done: of each run that is done, its own words.
+    """
+    from andrea.insight.runs import bits_per_byte_of
+    from andrea.training.records.run_folder import read_lines
+
+    folders = sorted(runs_dir.glob(f"*-{glob.escape(group)}"))  # also those of a sweep whose name ends in the same way
+    names = [name_pattern(own, group) for own in done]
+    found = [folder for folder in folders if any(re.fullmatch(name, folder.name) for name in names)]
+    measured = {run.name: bits_per_byte_of(run, read_lines(run / "metrics.jsonl")) for run in found}
+    figures = {name: figure for name, figure in measured.items() if figure is not None}
     if len(figures) < 2:
         return []
     lines = []
     if not any(key.split(".")[0] in ("data", "tokenizer", "objective") for key in varied):
         best = min(figures, key=lambda name: figures[name])
         lines.append(f"sweep: fewest bits per byte: {best}, {figures[best]:.4f}")
-    place = f"{shlex.quote(str(runs_dir))}/*-{shlex.quote(group)}"
+    place = f"{shlex.quote(str(runs_dir))}/*-{shlex.quote(group)}" if found == folders else shlex.join(map(str, found))
     return [*lines, f"sweep: compare the runs: {typed_command('compare')} {place}"]
+
+
+def name_pattern(own: list[str], group: str) -> str:
+    """The regular expression of a run's name, whose places the run itself has filled in."""
+    seeds = [word.removeprefix("seed=") for word in own if word.startswith("seed=") and word[5:].isdigit()]
+    pattern = re.escape(run_name(own, group))
+    for place, filled in {"model": ".+", "tokens": "[^-]+", "seed": seeds[0] if seeds else r"\d+"}.items():
+        pattern = pattern.replace(re.escape(f"{{{place}}}"), filled)
+    return pattern
 
 
 def cluster_task() -> dict[str, str]:

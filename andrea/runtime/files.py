@@ -79,6 +79,17 @@ def reading(path: Path) -> Iterator[None]:
         raise StorageFailed(f"{path} cannot be read: {error.strerror or error}", f"{remedy}, then try again") from error
 
 
+@contextmanager
+def reporting_unusable(folder: Path) -> Iterator[None]:
+    """Context in which an OSError becomes a UserError that names runs_dir."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a writable folder"
+        ) from None
+
+
 def staging_path(path: Path) -> Path:
     """A new random name next to `path`. A process id is not unique, because two containers may use the same one."""
     return path.with_name(f"{UNFINISHED}{path.name[:32]}-{secrets.token_hex(4)}")  # most systems allow 255 bytes

@@ -10,7 +10,7 @@ import yaml
 from conftest import run_script, tiny_words
 
 from andrea.api.command_line import configure
-from andrea.cli.sweep import run_name
+from andrea.cli.sweep import result_lines, run_name
 from andrea.config import RunConfig, UserError
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.training.planning.length import with_length_and_name
@@ -71,6 +71,24 @@ def test_a_wrong_sweep_is_one_line_and_starts_nothing(
     code, out, error = run_script(script("train"), ["--multirun", f"runs_dir={tmp_path / 'runs'}", *words], capsys)
     assert (code, out) == (2, "") and named in error and error.count("\n") == 1
     assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_a_sweep_under_a_file_is_one_line(tmp_path: Path, script, capsys) -> None:
+    (tmp_path / "file").touch()
+    code, _, error = run_script(script("train"), ["-m", f"runs_dir={tmp_path / 'file'}", "seed=1,2"], capsys)
+    assert code == 2 and error.startswith("error: runs_dir: ") and "Not a directory" in error
+
+
+def test_the_best_run_of_a_sweep_is_one_of_its_own(tmp_path: Path) -> None:
+    """Beside a sweep whose name ends in the same way, and a run of the same name that is not done."""
+    names = ["nano-1.20e+17-seed1-lr", "nano-2.9M-seed12-lr", "nano-2.9M-seed1-big-lr", "nano-2.9M-seed3-lr"]
+    for figure, name in zip((2, 3, 1, 0), names, strict=True):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(f'{{"step": 1, "val/bpb": {figure}}}\n')
+    words = [["seed=1"], ["seed=12"]]
+    best, compare = result_lines(tmp_path, "lr", words, ["seed"])
+    assert best == "sweep: fewest bits per byte: nano-1.20e+17-seed1-lr, 2.0000"
+    assert compare.endswith(f"compare {tmp_path / names[0]} {tmp_path / names[1]}")
 
 
 def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:

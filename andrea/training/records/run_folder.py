@@ -274,7 +274,7 @@ def new_run_folder(config: RunConfig, checkpoint: Checkpoint | None = None) -> P
         return began
     name = config.name or f"{config.model.name}-{config.data.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.runs_dir) / name
-    with reporting_unusable(folder):
+    with files.reporting_unusable(folder):
         folder = folder if config.name else files.unused_path(folder)
         if is_free(folder):
             return folder
@@ -302,22 +302,11 @@ def folder_to_write(config: RunConfig, checkpoint: Checkpoint | None) -> tuple[P
 
 
 @contextlib.contextmanager
-def reporting_unusable(folder: Path) -> Iterator[None]:
-    """Context in which an OSError becomes a UserError that names runs_dir."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"runs_dir: {folder} cannot be written ({error.strerror}); set runs_dir=… to a writable folder"
-        ) from None
-
-
-@contextlib.contextmanager
 def run_folder_locked(folder: Path) -> Iterator[None]:
     """Make the folder, lock it for this process, and remove files that a crash left half-written. Raises UserError."""
     with contextlib.ExitStack() as held:
         try:
-            with reporting_unusable(folder):
+            with files.reporting_unusable(folder):
                 files.make_folder(folder)
                 check_no_links(folder)
                 files.make_folder(folder / "checkpoints")
