@@ -243,12 +243,14 @@ def is_only(value: Any, only: Any, kind: Any) -> bool:
 
 
 def lay_over(plain: dict, values: dict[str, Any]) -> dict:
-    """Set the values of dotted keys in nested mappings, in place; returns the mapping."""
+    """Set the values of dotted keys in nested mappings, in place; returns the mapping. Raises UserError."""
     for key, value in values.items():
         *groups, last = key.split(".")
         inner = plain
         for group in groups:
             inner = inner.setdefault(group, {})
+            if not isinstance(inner, dict):  # typed before it, as in data.sources=code data.sources.code.kind=…
+                raise UserError(f"{key} cannot be set: {group}={inner} is not a mapping")
         inner[last] = value
     return plain
 
