@@ -196,6 +196,9 @@ def stream_in_batches(engine: Engine, prompts: list[list[int]], request: Request
 
     Each text takes those of a whole window. Otherwise the system would end the process, and all texts would be lost.
     """
+    if len(prompts) == 1:
+        yield from engine.stream_all(prompts, request)
+        return
     device, window = engine.device, engine.model.make_cache(1, engine.model.config.sequence_length)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
     n_at_once = max(1, free // 2 // window.n_bytes)
