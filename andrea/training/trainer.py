@@ -536,7 +536,8 @@ class Trainer:
         )
         if self.step.ranks.is_rank_0:
             self.show_result(result)
-        sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **trust(self.config))}"
+        chat = {"chat": "true"} if self.config.data.kind in ("chat", "python_chat") else {}
+        sample = f"{typed_command('sample')} {typed_words(checkpoint=result, **chat, **trust(self.config))}"
         is_ended = done or self.stopping.is_out_of_patience
         console.say(f"next: {sample}" if is_ended else f"continue with: {continuing(checkpoints.folder, self.config)}")
         return 0 if done else self.stopping.exit_code

@@ -65,6 +65,7 @@ def tuned(trained: Path, conversations: Path, tmp_path_factory: pytest.TempPathF
 def test_the_answers_are_learned_and_end(tuned: tuple[Path, str], monkeypatch, capsys) -> None:
     folder, said = tuned
     assert "weights: " in said and "(init_from)" in said
+    assert said.splitlines()[-1].startswith("next: ") and said.splitlines()[-1].endswith(" chat=true")
     questions = "".join(f"What is {colour}?\n" for colour in ANSWERS)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(questions.encode())))
     words = [f"checkpoint={folder}", "chat=true", "temperature=0", "device=cpu", "precision=fp32", "threads=1"]
