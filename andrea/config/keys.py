@@ -280,6 +280,8 @@ def choices(group: str) -> list[str]:
 def check_choice(group: str, choice: str) -> None:
     """Raises UserError if GROUP=CHOICE names no file."""
     names = choices(group)
+    if not names:  # train, which has no files to choose from
+        raise UserError(f"{group}={choice}: {group} is a group of keys; set one of them with {group}.KEY=…")
     if choice not in names:
         own = "; your own text is given as data=text data.path=…" if group == "data" and os.path.exists(choice) else ""
         raise UserError(f"{group}={choice} is not known; allowed: {', '.join(names)}{own or nearest(choice, names)}")

@@ -120,6 +120,7 @@ def test_a_bug_keeps_its_traceback() -> None:
         ("data.sources={a", "cannot be read"),
         ("model.depth=3", "unknown key model.depth"),
         ("model=../gpt2", "not known"),
+        ("train=5", "set one of them with train.KEY=…"),
         ("seed.x=3", "unknown key"),
         ("prompt=x", "unknown key prompt, which belongs to sample and lens; did you mean data.sample_prompt"),
         ("optimizer.lr=1", "unknown key optimizer.lr; did you mean optimizer.learning_rate"),
