@@ -14,7 +14,7 @@ from andrea.runtime.streams import printable, unfailing_output
 LONGEST_LINE = 2000  # characters of a message
 MORE_MEMORY = (
     "free some memory, raise the limit of this process (ulimit -v), or use less: when training, train.micro_batch=1 "
-    "and a smaller model=…; when sampling, a smaller num_samples=…"
+    "and a smaller model=…; when sampling, a smaller num_samples=…; when serving, a smaller max_running=…"
 )
 TEMPORARY = "free some space on their disk, or set the environment variable TMPDIR to a writable folder"
 
