@@ -38,7 +38,7 @@ a line that ends with \\ goes on in the next line
 
 def talk(config: SampleConfig, device: torch.device) -> int:
     """Describe the checkpoint, talk, and return the exit code. prompt= is the first message. Raises UserError."""
-    prompt = read_prompt(config.prompt)
+    prompt = read_prompt(config.prompt).removesuffix("\n").removesuffix("\r")  # a file's last line has an end
     engine, about = open_engine(config, device, check_can_chat)
     tell(about)
     with contextlib.suppress(ReaderEnded):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from tiny_checkpoint import CONFIG
 
-from andrea.config import AttentionConfig
-from andrea.generation.chat_session import ChatSession, chat
+from andrea.api.command_line import configure
+from andrea.config import AttentionConfig, SampleConfig
+from andrea.generation.chat_session import ChatSession, chat, talk
 from andrea.generation.engine import Engine, Request
 from andrea.generation.sampling import Sampling
 from andrea.model import GPT, initialise
@@ -101,6 +102,19 @@ def test_several_lines_are_one_message_until_the_input_ends(engine: Engine, monk
     monkeypatch.setattr(ChatSession, "save", lambda self, words: asked.append(f"save {words}"))
     chat(engine, "from the command line", REQUEST)
     assert asked == ["from the command line", "first\nsecond", "save out"]
+
+
+@pytest.mark.parametrize("content", [b"one\ntwo", b"one\ntwo\n", b"one\ntwo\r\n"])
+def test_the_end_of_a_file_s_last_line_is_no_part_of_the_message(
+    content: bytes, engine: Engine, tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "message.txt").write_bytes(content)
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    monkeypatch.setattr("andrea.generation.chat_session.open_engine", lambda *_: (engine, ""))
+    monkeypatch.setattr(ChatSession, "say", lambda self, message: asked.append(message))
+    config = configure(SampleConfig, "sample", ["chat=true", f"prompt=@{tmp_path / 'message.txt'}"])
+    assert talk(config, torch.device("cpu")) == 0 and asked == ["one\ntwo"]
 
 
 def test_an_interrupted_answer_is_kept_and_the_session_goes_on(engine: Engine, monkeypatch, capsys) -> None:
