@@ -155,7 +155,7 @@ def read_prompt(prompt: str, name: str = "prompt") -> str:
         content, origin = sys.stdin.buffer.read(), "standard input"
     elif prompt.startswith("@"):
         path = Path(prompt[1:])
-        if not os.path.isfile(path):  # isfile is False even for names that no file can have
+        if not os.path.exists(path) or os.path.isdir(path):  # exists is False even for names that no file can have
             raise UserError(
                 f"{name}={prompt}: there is no file {str(path)!r} to read (@FILE); to begin a prompt with @, write "
                 f"the prompt to standard input and set {name}=-"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -245,6 +246,15 @@ def test_prompt_from_a_file_or_standard_input(tmp_path, monkeypatch):
     assert read_prompt(f"@{path}") == "déf\r\n"
     stdin(monkeypatch, "déf\r\n".encode())
     assert read_prompt("-") == "déf\r\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="the shell writes prompt=@<(command) with /dev/fd")
+def test_prompt_from_a_pipe():
+    reader, writer = os.pipe()
+    os.write(writer, b"abc")
+    os.close(writer)
+    assert read_prompt(f"@/dev/fd/{reader}") == "abc"
+    os.close(reader)
 
 
 def test_unreadable_prompts_are_refused(tmp_path, monkeypatch):
