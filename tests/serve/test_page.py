@@ -400,6 +400,16 @@ def test_escape_stops_and_the_text_goes_on(browser, runs):
         assert opened.is_quiet(), (opened.messages, opened.requests)
 
 
+def test_an_empty_field_of_most_tokens_is_its_default(browser, served):
+    opened = Opened(browser, served[0])
+    opened.page.click("nav >> text=Text")
+    opened.set(max_tokens="", seed=3)
+    opened.send("abc")
+    opened.wait_idle()
+    assert opened.page.locator(".listing .tok").count() > len("abc") + 16  # of which OpenAI's completions have 16
+    assert opened.is_quiet(), (opened.messages, opened.requests)
+
+
 def test_markup_stays_text_and_scripts_of_others_do_not_run(browser, runs):
     with serving(config_of(runs, checkpoint="script")) as (url, _):
         opened = Opened(browser, url)

@@ -224,7 +224,7 @@ class Column {
     Object.assign(node, { isWriting: true, finish: null, error: null });
     render();
     const { signal } = this.stopper;
-    const maxTokens = numberOf("max_tokens");
+    const maxTokens = numberOf("max_tokens") ?? Math.min(256, this.facts.max_tokens); // else the server's default, 16
     const settings = { max_tokens: maxTokens, seed: node.seed, stream: true, logprobs: 0 };
     for (const id of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]) settings[id] = numberOf(id);
     const began = performance.now();
