@@ -37,12 +37,7 @@ def train_one(argv: list[str]) -> FinishedRun:
     check_command(composed)
     # By the user, not by a checkpoint:
     named = composed["attention"]["compatibility"], composed["model"]["mlp"], composed["objective"]["reward"]
-    if not is_null(composed["init_from"]):
-        from andrea.interop.importing.import_model import imported_if_foreign
-        from andrea.training.resume import with_source
-
-        composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
-        composed = with_source(composed, line.groups, line.values)
+    composed = with_init_from(composed, line)
     if has_conversations(composed["data"]):
         composed = for_conversations(composed, line.values)
     if composed["train"]["teachers"]:
@@ -58,6 +53,17 @@ def train_one(argv: list[str]) -> FinishedRun:
     precompile_headers(typed, argv)
     with allowing(named, typed.trust):
         return new_or_resumed(typed, line, started)
+
+
+def with_init_from(composed: dict[str, Any], line: CommandLine) -> dict[str, Any]:
+    """`composed`, not parsed yet, with the model and the tokenizer of init_from, unless others were typed. Raises UserError."""
+    if is_null(composed["init_from"]):
+        return composed
+    from andrea.interop.importing.import_model import imported_if_foreign
+    from andrea.training.resume import with_source
+
+    composed["init_from"] = imported_if_foreign(composed["init_from"], composed["data_dir"])
+    return with_source(composed, line.groups, line.values)
 
 
 def check_command(composed: dict[str, Any]) -> None:

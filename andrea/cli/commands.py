@@ -4,10 +4,10 @@ import dataclasses
 import os
 from pathlib import Path
 
-from andrea.api.command_line import SWITCHES, configure
-from andrea.api.run import train_one
+from andrea.api.command_line import SWITCHES, compose, configure, read
+from andrea.api.run import train_one, with_init_from
 from andrea.cli.sweep import sweep
-from andrea.config import RunConfig, UserError, schema
+from andrea.config import RunConfig, UserError, parse, schema
 from andrea.runtime.program import typed_command, typed_words
 
 CHAT_SAMPLING = {"temperature": 0.7, "repetition_penalty": 1.0}  # an answer repeats words of its question
@@ -49,7 +49,8 @@ def sample(argv: list[str]) -> int:
 
 def prepare(argv: list[str]) -> int:
     """Write the token shards of data=… with tokenizer=…; `train` also does this when it first starts."""
-    config = configure(RunConfig, "train", argv)
+    line = read(RunConfig, argv)
+    config = parse(RunConfig, with_init_from(compose("train", line), line))
 
     from andrea.text.corpus import open_corpus
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from andrea.__main__ import COMMANDS, main
+from andrea.checkpoint import checkpoints_of
 from andrea.config import UserError
 from andrea.text.load_tokenizer import load_tokenizer
 
@@ -61,3 +62,11 @@ def test_the_vocabulary_that_prepare_names_serves_another_text(notes: Path, tmp_
     assert main([*data, f"data.path={tmp_path / 'other.txt'}", *named[1].split()]) == 0
     first, second = (load_tokenizer(path) for path in (tmp_path / "data").iterdir() if path.is_dir())
     assert first.identity == second.identity
+
+
+def test_prepare_for_init_from_uses_the_tokenizer_of_that_run(trained: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "other.txt").write_text("quite another text\n" * 200)
+    data = ["data=text", f"data.path={tmp_path / 'other.txt'}", f"data_dir={tmp_path / 'data'}"]
+    assert main(["prepare", f"init_from={trained}", *data]) == 0
+    (folder,) = (path for path in (tmp_path / "data").iterdir() if path.is_dir())
+    assert load_tokenizer(folder).identity == load_tokenizer(checkpoints_of(trained)[-1]).identity
