@@ -187,6 +187,8 @@ class HfTokenizer(Tokenizer):
         import tokenizers
 
         plain = what_is_read(content, path)
+        for each in plain["added_tokens"]:  # of which the library leaves the special ones alone
+            each["special"] = each.get("special") or each["id"] == end_of_text
         with foreign_library(f"{path} cannot be read by the tokenizers library"):
             self.library = tokenizers.Tokenizer.from_str(json.dumps(plain))
         self.library.encode_special_tokens = True  # "<|endoftext|>" in a text is text

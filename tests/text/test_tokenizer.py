@@ -200,6 +200,15 @@ def test_wrong_paths_are_named(bpe: RankTokenizer, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_end_of_text_of_another_model_is_plain_text_in_a_text(special: bool, tmp_path: Path) -> None:
+    end = OF_ANOTHER_MODEL["added_tokens"][0] | {"special": special}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(OF_ANOTHER_MODEL | {"added_tokens": [end]}))
+    found = load_tokenizer(tmp_path)
+    ids = found.encode("a<|endoftext|>b")
+    assert found.end_of_text == 256 and 256 not in ids and found.decode(ids) == "a<|endoftext|>b"
+
+
 @needs_cache
 def test_gpt2_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(CACHE))
