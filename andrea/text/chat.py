@@ -204,12 +204,12 @@ class ConversationWindows(Windows):
     def count_targets(self, windows: np.ndarray) -> int:
         return int(self.n_target[windows].sum())
 
-    def describe(self) -> str:
-        """What does not fit, as a line for the terminal; empty if everything fits."""
+    def describe(self, side: str = "") -> str:
+        """What does not fit, as a line for the terminal; empty if everything fits. side: "held-out ", or nothing."""
         longer = self.n_cut + self.n_left_out
         if not longer:
             return ""
         return (
-            f"{longer:,} {self.unit} are longer than model.sequence_length={self.sequence_length}: {self.n_cut:,} end with "
+            f"{longer:,} {side}{self.unit} are longer than model.sequence_length={self.sequence_length}: {self.n_cut:,} end with "
             f"their last turn that fits, and {self.n_left_out:,}, of which no answer fits, are left out"
         )

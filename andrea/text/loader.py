@@ -42,7 +42,9 @@ class Loader:
         self.windows = np.array([len(windows) for windows in self.in_order])
         self.tokens_per_epoch = sum(windows.n_token for windows in self.in_order)
         chats = [windows for windows in self.in_order if isinstance(windows, ConversationWindows)]
-        self.lines = [line for windows in chats if (line := windows.describe())]  # for the terminal
+        held_out = [ConversationWindows(s.val, sequence_length, s.chat, s.pairs) for s in sources if s.chat is not None]
+        longer = [*(windows.describe() for windows in chats), *(windows.describe("held-out ") for windows in held_out)]
+        self.lines = [line for line in longer if line]  # for the terminal
         weighted = len(sources) > 1 and any(source.weight is not None for source in sources)
         self.slots = slots_of(shares([source.weight for source in sources], self.windows)) if weighted else None
 

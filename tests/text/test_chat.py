@@ -141,6 +141,16 @@ def test_a_conversation_of_which_no_answer_fits_is_left_out_and_counted() -> Non
         windows_of([long], 20)
 
 
+def test_held_out_conversations_that_do_not_fit_are_counted_too(tmp_path: Path) -> None:
+    (tmp_path / "talk").mkdir()
+    for name, n_character, count in (("train", 3, 9), ("held_out", 40, 5)):
+        records = [{"prompt": f"{n}" * n_character, "response": "b"} for n in range(count)]
+        write_records(tmp_path / "talk" / f"{name}.jsonl", [*records, {"prompt": "a", "response": "b"}])
+    corpus = corpus_of(tmp_path / "talk", tmp_path, [])
+    (line,) = Loader(corpus.sources, 20, 1).lines
+    assert line.startswith("5 held-out conversations are longer than model.sequence_length=20: 0 end")
+
+
 @given(turns_lists, st.integers(4, 60), st.booleans())
 def test_a_prompt_fits_and_keeps_the_newest_whole_turns(turns: list[Turn], room: int, has_system: bool) -> None:
     turns = [*([Turn(SYSTEM, "s")] if has_system else []), *turns, Turn(USER, "last")]
