@@ -137,10 +137,10 @@ class TrainingStep:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+                self.parallel.zero_gradients()
                 if self.micro_batch == 1 or self.ranks.size > 1:  # other ranks are in the middle of the same step
                     raise UserError(self.remedy()) from None
                 self.micro_batch = (self.micro_batch + 1) // 2
-                self.parallel.zero_gradients()
             torch.cuda.empty_cache()  # not in the block above: the exception keeps the tensors of its frames alive
             self.console.say(f"out of memory: the step is run again with train.micro_batch={self.micro_batch}")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from andrea.checkpoint import checkpoints_of, is_best_so_far, result_path, step_name, step_of
 from andrea.checkpoint.find_and_prune import own_figure
 from andrea.checkpoint.model import own_parts
-from andrea.config import RunConfig, to_plain
+from andrea.config import RunConfig, UserError, to_plain
 from andrea.config.keys import own_values
 from andrea.runtime.files import StorageFailed
 from andrea.runtime.free_and_peak_memory import peak_memory_bytes
@@ -26,7 +26,6 @@ from andrea.runtime.shared_cores import sharing_cores
 from andrea.runtime.system import HANG_UP
 from andrea.runtime.user_classes import is_own
 from andrea.text.corpus import Corpus
-from andrea.text.shards import DataLost
 from andrea.training.evaluation import Evaluator, finite_or_none, scalars
 from andrea.training.health.health import Health, optimizer_remedy, remedy_settings
 from andrea.training.optimizer import LossScale, rate_at, relength
@@ -272,7 +271,7 @@ class Trainer:
         with self.stopping.signals_caught(), self.records.console.live_line(), sharing_cores(is_alone):
             try:
                 return self.train_steps()
-            except DataLost:  # the weights are intact; with several ranks, the others are in the middle of a step
+            except UserError:  # the weights are intact; with several ranks, the others are in the middle of a step
                 if self.progress.step and self.step.ranks.size == 1 and self.read_figures(wait=True):
                     self.tell_health()
                     if not self.checkpoints.is_saved() and self.checkpoints.is_finite():

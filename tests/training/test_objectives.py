@@ -469,6 +469,20 @@ def test_what_cannot_work_is_named(
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_reward_that_fails_late_costs_no_step(place: Path, monkeypatch) -> None:
+    draw = GRPO.draw
+
+    def fails_at_step_4(objective: GRPO, step: int, model: Any) -> Any:
+        if step == 3:
+            objective.reward = lambda *given: 1 / 0
+        return draw(objective, step, model)
+
+    monkeypatch.setattr(GRPO, "draw", fails_at_step_4)
+    with pytest.raises(UserError, match="objective.reward=exact_match raised ZeroDivisionError"):
+        main(["train", *words(place, "grpo", "name=late", "train.eval_every=12", "train.save_every=12")])
+    assert newest_whole(place / "runs" / "late").step == 3
+
+
 def test_a_model_that_does_not_answer_is_refused(place: Path, trained: Path) -> None:
     given = [word for word in words(place, "grpo") if not word.startswith("init_from")]
     with pytest.raises(UserError, match="objective=grpo improves a model that answers already; set init_from=…"):
