@@ -73,6 +73,13 @@ def test_the_answers_are_learned_and_end(tuned: tuple[Path, str], monkeypatch, c
     assert capsys.readouterr().out.splitlines() == [f"The {thing}." for thing in ANSWERS.values()]
 
 
+def test_windows_that_conversations_do_not_fill_are_no_further_epoch(tuned: tuple[Path, str]) -> None:
+    """Figures of the same step: of the record, and of the health checks."""
+    records = [json.loads(line) for line in (tuned[0] / "metrics.jsonl").read_text().splitlines()]
+    epochs = [(each["train/epoch"], each["health/epochs"]) for each in records if "health/epochs" in each]
+    assert len(epochs) == 4 and all(ours == pytest.approx(theirs) for ours, theirs in epochs)
+
+
 def test_rates_and_documents_are_chosen_for_tuning(trained: Path, conversations: Path, tmp_path: Path) -> None:
     said = train(tuning_words(trained, conversations, tmp_path, "train.steps=2", "optimizer.learning_rate=0.004"))
     state = read_checkpoint(tmp_path / "runs" / "tuned" / "checkpoints" / "step-00000002").state

@@ -63,7 +63,7 @@ EARLY_STEPS = 50  # after the warm-up: healthy small models have learned the tok
 @dataclass(frozen=True)
 class Evidence:
     step: int
-    tokens: int  # training tokens so far
+    tokens: int  # of the training text that were read so far
     texts: Sequence[str]  # samples, without their prompts
     heads: HeadStatistics  # (L, H), over the held-out probe
     update_ratios: Tensor | None  # (matrices,): norm of the last update over norm of the weights
@@ -109,7 +109,9 @@ COUNTED_PIECES = 16  # evenly spaced pieces of each source that are counted
 @dataclass(frozen=True)
 class DataSummary:
     shares: dict[str, float]  # source -> its share of the tokens that training draws
-    lengths: dict[str, int]  # source -> number of its training tokens
+    lengths: dict[
+        str, int
+    ]  # source -> tokens that training reads in an epoch: windows of conversations may not be full
     unigram_nats: float  # unigram entropy: the loss of a model that knows only the token frequencies
 
     @classmethod
@@ -127,7 +129,7 @@ class DataSummary:
         known = frequency[frequency > 0]
         return cls(
             {source.name: share for source, share in zip(corpus.sources, shares.tolist(), strict=True)},
-            {source.name: len(source.train) for source in corpus.sources},
+            {source.name: windows.n_token for source, windows in zip(corpus.sources, loader.in_order, strict=True)},
             float(-(known * np.log(known)).sum()),
         )
 

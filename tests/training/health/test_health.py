@@ -160,7 +160,7 @@ def test_the_unigram_entropy_of_data_solved_by_hand(tmp_path: Path) -> None:
 
     data = DataSummary.of(Corpus, Loader(Corpus.sources, 4, 1))
     assert data.unigram_nats == pytest.approx(1.5 * math.log(2), rel=1e-3)
-    assert data.shares == {"a": 0.5, "b": 0.5} and data.lengths == {"a": 256, "b": 512}
+    assert data.shares == {"a": 0.5, "b": 0.5} and data.lengths == {"a": 255, "b": 511}
 
 
 # ------------------------------------------------------------------------------------------------------ attention
