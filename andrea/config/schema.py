@@ -377,6 +377,11 @@ class RunConfig:
         return self.model.recipe_tokens_per_step if self.train.tokens_per_step == "auto" else self.train.tokens_per_step
 
     @property
+    def tokens_read_per_step(self) -> int:
+        """Tokens of the text in a step: GRPO answers each prompt several times."""
+        return self.tokens_per_step // (self.objective.answers if self.objective.kind == "grpo" else 1)
+
+    @property
     def max_minutes(self) -> float | None:
         """train.max_minutes; for `auto`, DEFAULT_MINUTES for a new andrea-nano on the default text without a length."""
         if self.train.max_minutes != "auto":

@@ -203,7 +203,8 @@ class Evaluator:
                 texts = self.texts(model, SECOND_SAMPLES * JUDGED_TEXTS)
             heads = self.measured_heads(model).heads
             by_source = {name: {key: part[key] for key in part if key != "sums"} for name, part in by_source.items()}
-            step, tokens = self.progress.step, self.progress.tokens
+            step = self.progress.step
+            tokens = step * self.config.tokens_read_per_step
             evidence = Evidence(step, tokens, texts, heads, size_ratios, by_source, standing)
             figures, begun, ended = self.health.judge(evidence)
             for finding, message in begun.items():

@@ -430,7 +430,8 @@ class Trainer:
         Returns whether train.patience watches the run and this is a new best, which is saved: it may be the run's result.
         """
         progress, patience = self.progress, self.config.train.patience
-        is_read_once = progress.tokens > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
+        n_read = progress.step * self.config.tokens_read_per_step
+        is_read_once = n_read > self.step.loader.tokens_per_epoch  # before, a rise is no memorising
         if self.plan.is_for_text and is_read_once and not is_best_so_far(vars(progress), NOTICED_RISE):
             self.begin_decay("the validation loss has risen")
         if progress.compared_bpb is None:  # of a part of the held-out text
@@ -485,7 +486,7 @@ class Trainer:
             "train/loss": self.figures["loss"],
             "train/gradient_norm": finite_or_none(self.figures["norm"]),
             "train/rate": rate,
-            "train/epoch": self.progress.tokens / self.step.loader.tokens_per_epoch,
+            "train/epoch": self.progress.step * self.config.tokens_read_per_step / self.step.loader.tokens_per_epoch,
             **self.throughput.take_figures(),
             **(self.step.objective.figures() if self.step.objective else {}),
         }

@@ -87,7 +87,7 @@ FEWEST_JUDGED_TOKENS = 2000  # held-out tokens in each of the two parts, of whic
 
 
 def epochs_of(steps: int, config: RunConfig, corpus: Corpus) -> float:
-    return steps * config.tokens_per_step / tokens_per_epoch(corpus)
+    return steps * config.tokens_read_per_step / tokens_per_epoch(corpus)
 
 
 def tokens_per_epoch(corpus: Corpus) -> int:
@@ -103,7 +103,7 @@ def most_steps_for_text(config: RunConfig, corpus: Corpus) -> int:
     """The number of steps after which the validation loss is near its lowest; it may exceed the model's recipe."""
     epochs = EPOCHS * (tokens_per_epoch(corpus) / n_parameter(config, corpus)) ** GROWTH
     epochs *= max(1.0, config.tokens_per_step / MEASURED_TOKENS_PER_STEP) ** 0.5
-    steps = int(epochs * tokens_per_epoch(corpus) / config.tokens_per_step)
+    steps = int(epochs * tokens_per_epoch(corpus) / config.tokens_read_per_step)
     return max(steps, LEAST_WARMUPS * config.optimizer.warmup_steps, 1)
 
 
