@@ -159,6 +159,13 @@ def check_objective(config: schema.RunConfig) -> Iterator[str]:
         yield f"objective={kind} needs answers that do not see each other; set attention.across_documents=false"
     if kind == "dpo" and config.objective.beta == 0:
         yield "objective.beta=0 leaves objective=dpo nothing to learn; use a number above 0, such as 0.1"
+    weights = {name: source.weight for name, source in data.sources.items() if source.weight is not None}
+    if kind == "grpo" and weights:
+        name = min(weights)
+        yield (
+            f"data.sources.{name}.weight={weights[name]:g} is not read by objective=grpo, which asks all prompts equally often; "
+            f"leave it out"
+        )
     if len(teachers) > config.objective.has_reference:
         taken = "one, its reference" if config.objective.has_reference else "none"
         yield (

@@ -459,6 +459,8 @@ def test_grpo_with_sharded_weights_is_refused(place: Path) -> None:
         ("dpo", ["objective.beta=0"], "objective.beta=0 leaves objective=dpo nothing to learn"),
         ("grpo", ["train.teachers=talker"], "takes none; leave train.teachers out"),
         ("grpo", ["objective.answers=1"], "objective.answers=1 must be from 2"),
+        ("grpo", ["data=mixture", "data.path=null", "data.sources={{a: {{kind: chat, path: {place}/talk, weight: 0.5}}}}"],
+         "data.sources.a.weight=0.5 is not read by objective=grpo, which asks all prompts equally often"),
         ("dpo", ["data.path={place}/talk"], 'without the fields "chosen" and "rejected"'),
         ("grpo", ["data.path={place}/long"], "no prompt and its answer fit into model.sequence_length=32 together"),
         ("grpo", ["objective.reward=rewards.raises"], "objective.reward=rewards.raises raised KeyError: 'no such thing'"),
