@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from andrea.checkpoint.folder import AVERAGE
-from andrea.config import OptimizerConfig
+from andrea.config import OptimizerConfig, UserError
 from andrea.model.lora import is_factor
 from andrea.model.transfer import Factors, Transfer
 from andrea.training.parallel.ranks import Parallel
@@ -396,8 +396,15 @@ class Optimizer:
         return list(self.names)
 
     def clip(self) -> Tensor:
-        """Scale all gradients so that their global norm is at most clip_norm. Returns the unclipped norm, 0-dim."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        """Scale all gradients so that their global norm is at most clip_norm. Returns the unclipped norm, 0-dim.
+
+        Raises UserError for a parameter without a gradient: it would have no state in a checkpoint, which could not be resumed.
+        """
+        if unused := [name for parameter, name in self.names.items() if parameter.grad is None]:
+            raise UserError(
+                f"{unused[0]} gets no gradient, because the model does not use it; remove it from your class"
+            )
+        gradients = [parameter.grad for parameter in self.parameters]
         norm = self.parallel.norm_over_shards(nn.utils.get_total_norm(gradients))
         if self.clip_norm is not None:
             torch._foreach_mul_(gradients, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))

@@ -66,6 +66,12 @@ class Buffered(Gated):
         self.register_buffer("mean", torch.zeros(d_model))
 
 
+class Leftover(Gated):
+    def __init__(self, d_model, d_mlp, bias):
+        super().__init__(d_model, d_mlp, bias)
+        self.spare = nn.Parameter(torch.ones(d_model))
+
+
 class Widening(Gated):
     def forward(self, x):
         return self.inner(x)
@@ -217,6 +223,7 @@ if os.environ.get("RANK") == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] ==
         ("attention.compatibility=my_module.Compatibility", "cannot be made: it has no method `scores`"),
         ("model.mlp=my_module.not_a_class", "not_a_class is 3; it must be a subclass of torch.nn"),
         ("model.mlp=my_module.Buffered", "has the buffer mean"),
+        ("model.mlp=my_module.Leftover", "blocks.0.mlp.spare gets no gradient, because the model does not use it"),
         ("model.mlp=my_module.Widening", r"its result must have this shape, but it is \(2, 3, \d+\)"),
         ("attention.compatibility=my_module.Doubled", "`lower` and `scores` differ: for query"),
     ],
