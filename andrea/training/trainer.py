@@ -483,7 +483,7 @@ class Trainer:
     def training_figures(self, update: Update, rate: float) -> dict[str, float | None]:
         """The record of the last step. Its speed is the mean since the last record."""
         figures: dict[str, float | None] = {
-            "train/loss": self.figures["loss"],
+            "train/loss": finite_or_none(self.figures["loss"]),  # in fp16 it may overflow, as its gradient
             "train/gradient_norm": finite_or_none(self.figures["norm"]),
             "train/rate": rate,
             "train/epoch": self.progress.step * self.config.tokens_read_per_step / self.step.loader.tokens_per_epoch,

@@ -67,6 +67,22 @@ def test_a_step_that_overflows_is_skipped_and_told_and_the_run_learns(steps, tin
     assert records[-1]["train/loss"] < 4 < 5 < records[0]["train/loss"]
 
 
+def test_a_loss_beyond_fp16_is_null_in_the_records(steps, tiny_run, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The forward pass overflows, and not only the gradient."""
+    run = TrainingStep.run
+
+    def overflown(self: TrainingStep, *given: Any, **how: Any) -> Update:
+        update = run(self, *given, **how)
+        return update if update.finite else update._replace(loss=torch.tensor(torch.inf))
+
+    monkeypatch.setattr(TrainingStep, "run", overflown)
+    assert tiny_run("name=a", "train.steps=4", "train.log_every=1", *FEW_EXTRAS) == 0
+    lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in lines]  # Infinity and NaN are not JSON
+    assert [each["train/loss"] for each in records if "train/loss" in each][:2] == [None, None]
+    assert "step 1/4" in capsys.readouterr().out
+
+
 def test_a_resumed_run_has_the_loss_scale_of_an_uninterrupted_one(
     steps, tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

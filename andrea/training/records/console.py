@@ -98,8 +98,9 @@ class Console(Logger):
             )
         elif self.live is None and "train/loss" in record:
             seconds_left = (self.steps - record["step"]) * record["train/seconds_per_step"]
-            figures = (record[f"train/{name}"] for name in ("loss", "rate", "tokens_per_second"))
-            self.say(self.progress_line(record["step"], *figures, seconds_left))
+            loss = math.nan if record["train/loss"] is None else record["train/loss"]
+            figures = (record[f"train/{name}"] for name in ("rate", "tokens_per_second"))
+            self.say(self.progress_line(record["step"], loss, *figures, seconds_left))
 
     def sample(self, sample: dict[str, Any]) -> None:
         written = sample["prompt"] + sample["text"]
