@@ -81,9 +81,12 @@ def result_path(newest: Path, state: dict[str, Any], skip: Callable[[Damaged], N
 
 
 def is_best_so_far(state: dict[str, Any], slack: float = 0.0) -> bool:
-    """Whether state.json's last evaluation is the best of all saved steps, or worse by at most the share `slack`."""
+    """Whether state.json's last evaluation is the best of all saved steps, or worse by at most the share `slack` of it.
+
+    With objective=grpo the figure is 1 - reward, which may be negative.
+    """
     last, best = state.get("compared_bpb"), state.get("best_bpb")
-    return last is None or best is None or last <= (1 + slack) * best
+    return last is None or best is None or last <= best + slack * abs(best)
 
 
 def own_figure(state: dict[str, Any]) -> float | None:

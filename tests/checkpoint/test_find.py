@@ -12,7 +12,7 @@ import pytest
 from conftest import shut
 from small_checkpoints import write
 
-from andrea.checkpoint import best_of, checkpoints_of, locate, newest_run, newest_whole, read_checkpoint
+from andrea.checkpoint import best_of, checkpoints_of, is_best_so_far, locate, newest_run, newest_whole, read_checkpoint
 from andrea.checkpoint.find_and_prune import mark_and_prune, set_aside_after
 from andrea.config import UserError
 from andrea.runtime.files import StorageFailed, remove_unfinished
@@ -228,6 +228,15 @@ def test_a_best_checkpoint_before_the_step_gone_back_to_stays_the_best(tmp_path:
     set_aside_after(tmp_path, 2)
     assert [path.name[-1] for path in checkpoints_of(tmp_path)] == ["1", "2"]
     assert best_of(tmp_path) == "step-00000001"
+
+
+@pytest.mark.parametrize("best", [2.0, -9.0, 0.0])
+def test_the_best_figure_is_the_best_and_a_little_more_is_within_the_slack(best: float) -> None:
+    """Below zero is 1 - reward, for a reward above 1."""
+    more = 0.005 * abs(best)
+    assert is_best_so_far({"compared_bpb": best, "best_bpb": best}, 0.01)
+    assert is_best_so_far({"compared_bpb": best + more, "best_bpb": best}, 0.01)
+    assert not is_best_so_far({"compared_bpb": best + 3 * more + 1e-9, "best_bpb": best}, 0.01)
 
 
 def test_a_run_stands_for_its_best_checkpoint_once_validation_has_become_worse(tmp_path: Path) -> None:
