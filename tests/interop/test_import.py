@@ -426,6 +426,21 @@ def test_a_library_that_aborts_leaves_one_line_and_no_folder(copied: Folder, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("by_command", [True, False])
+def test_a_process_that_dies_while_it_writes_leaves_no_folder(
+    by_command: bool, copied: Folder, tmp_path: Path, monkeypatch
+) -> None:
+    """As by Ctrl-C, which ends the process that reads the folder at once."""
+    monkeypatch.setattr("andrea.checkpoint.folder.complete_files", lambda *given: os.abort())  # the weights are written
+    folder, place = copied(), tmp_path / "place"
+    with pytest.raises(UserError, match=r"cannot be read \(SIGABRT\)"):
+        if by_command:
+            main(["import", f"from={folder}", f"out={place / 'imported' / 'in'}"])
+        else:
+            importing.imported_if_foreign(folder, place)
+    assert {path.name for path in (place / "imported").iterdir()} <= {"lock"}
+
+
 def test_a_tied_head_that_differs_is_refused(copied: Folder, tmp_path: Path) -> None:
     folder = copied("llama, untied, biases")
     edited(tie_word_embeddings=True)(folder)

@@ -32,7 +32,7 @@ from andrea.interop.importing.source import (
     tensors_of,
 )
 from andrea.interop.proof import MOST_TOKENS, compared_text, prove, read_text
-from andrea.runtime.files import exclusive_lock, staging_path, storing
+from andrea.runtime.files import exclusive_lock, remove_unfinished, staging_path, storing
 from andrea.runtime.own_process import in_own_process
 from andrea.runtime.program import typed_command, typed_words
 from andrea.text.chat import without_special
@@ -115,9 +115,10 @@ def import_model(config: ImportConfig) -> int:
         raise UserError(f"{out} exists; remove it, or name another folder with out=…")
     text = Path(config.text).expanduser() if config.text else None
     read_text(text)  # raises before anything is computed
-    staging = staging_path(out)
+    staging = staging_path(out)  # holds all that a process writes that may be killed
     try:
-        unknown, record = within_limits(folder, written_and_proven, folder, staging, config.source, name, text)
+        made = staging / "checkpoint"
+        unknown, record = within_limits(folder, written_and_proven, folder, made, config.source, name, text)
         if record["proven"] is False and "failures" in record:
             print(
                 f"error: transformers computes something else: {'; '.join(record['failures'])}; {out} was not written; please "
@@ -128,7 +129,7 @@ def import_model(config: ImportConfig) -> int:
         if unknown and not record["proven"]:
             raise UserError(f"{in_words(unknown)}, and nothing shows what it changes; run: pip install transformers")
         with storing(out, of_run=False):
-            publish(staging, out, record)
+            publish(made, out, record)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     print(f"{out} was written; next: {typed_command('sample')} {typed_words(checkpoint=out)}")
@@ -182,8 +183,11 @@ def imported_if_foreign(named: Any, data_dir: Any) -> Any:
             place / "lock", on_wait=lambda: print(f"waiting for another process that imports into {place}")
         ):
             out = place / f"{name}-{about}"
-            if not out.exists():
-                within_limits(folder, write_imported, folder, out, str(named), name, False)
+            try:
+                if not out.exists():
+                    within_limits(folder, write_imported, folder, out, str(named), name, False)
+            finally:
+                remove_unfinished(place)  # of a process that was killed
     return str(out)
 
 
