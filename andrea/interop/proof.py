@@ -86,6 +86,7 @@ class Target(ABC):
 
 
 FEWEST_CHARACTERS = 1000
+LONGEST_TOKEN = 64  # characters: of a text whose tokens are longer, fewer are compared
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def compared_text(trained: Trained, text: Path | None, data_dir: Path, n_token: 
         return ComparedText("the run's held-out text", held_out, tokenizer.decode(held_out.tolist()))
     name = text.name if text else f"{Path(argparse.__file__).name} of Python's library"
     content = read_text(text)
-    ids = np.array([tokenizer.end_of_text, *tokenizer.encode(content)], dtype=np.int64)[:n_token]
+    enough = content[: n_token * LONGEST_TOKEN]  # a large text takes minutes and gigabytes to encode
+    ids = np.array([tokenizer.end_of_text, *tokenizer.encode(enough)], dtype=np.int64)[:n_token]
     return ComparedText(name, ids, content)
 
 

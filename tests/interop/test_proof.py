@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from exportable import T, make_trained
 
-from andrea.interop.proof import ComparedText, OtherProgram, fuzz_texts, logits_of, prove
+from andrea.interop.proof import ComparedText, OtherProgram, compared_text, fuzz_texts, logits_of, prove
+from andrea.text.tokenizer import ByteTokenizer
 
 
 class Same(OtherProgram):
@@ -46,6 +48,17 @@ def test_a_logit_that_is_no_number_is_a_failure_in_any_window(broken: int | None
     assert (not proof.failures) == is_proven
     if is_proven:
         assert proof.largest_difference == 0 and proof.bits_per_byte_other == proof.bits_per_byte > 0
+
+
+def test_of_a_large_text_only_what_is_compared_is_encoded(tmp_path: Path, monkeypatch) -> None:
+    """Two minutes and 20 GB for 100 MB otherwise, and `import` has limits for both."""
+    trained, encode, lengths = make_trained(), ByteTokenizer.encode, []
+    (tmp_path / "large.txt").write_text("a line of a large text\n" * 50_000)
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: lengths.append(len(text)) or encode(self, text))
+    found = compared_text(trained, tmp_path / "large.txt", tmp_path, 100)
+    assert found.ids.tolist() == [256, *b"a line of a large text\n" * 5][:100] and lengths[0] < 10_000 < len(
+        found.content
+    )
 
 
 def test_fuzz_texts_hold_no_code_point_that_versions_of_unicode_disagree_on() -> None:
