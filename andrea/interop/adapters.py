@@ -27,7 +27,7 @@ from andrea.checkpoint.model import load_final_weights
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
 from andrea.interop.architectures import TOLERANCE, Trained, renamed
-from andrea.interop.hugging_face.target import HuggingFace, Transformers, write_json
+from andrea.interop.hugging_face.target import HuggingFace, Transformers, quoted, write_json
 from andrea.interop.importing.families import TRANSPOSED
 from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
 from andrea.interop.proof import OtherProgram, Target
@@ -43,10 +43,10 @@ USAGE = """\
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    base = "{base}"  # the export of the model that was tuned: python -m andrea export checkpoint=… to=hf
+    base = {base}  # the export of the model that was tuned: python -m andrea export checkpoint=… to=hf
     tokenizer = AutoTokenizer.from_pretrained(base{trust})
     model = AutoModelForCausalLM.from_pretrained(base{trust})
-    model = PeftModel.from_pretrained(model, "{folder}")
+    model = PeftModel.from_pretrained(model, {folder})
     tokens = tokenizer("{prompt}", return_tensors="pt")
     print(tokenizer.decode(model.generate(**tokens, max_new_tokens=64, do_sample=True, temperature=0.8)[0]))
 """
@@ -116,7 +116,7 @@ class Peft(Target):
 
     def usage(self, folder: str, hub: str | None, prompt: str) -> str:
         trust = ", trust_remote_code=True" if self.base.chosen.is_remote else ""
-        return USAGE.format(folder=hub or folder, base=self.base_name, trust=trust, prompt=prompt)
+        return USAGE.format(folder=quoted(hub or folder), base=quoted(self.base_name), trust=trust, prompt=prompt)
 
 
 def joined_factors(trained: Trained, layers: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -138,7 +138,7 @@ def base_name(checkpoint: Checkpoint) -> str:
     named = "base"
     with suppress(OSError, ValueError, LookupError, TypeError):
         named = str(read_small_json(checkpoint.path.resolve().parent.parent / "run.json")["init_from"])
-    return re.sub(r"[^\w.-]", "-", model_name(Path(named))) + "-hf"
+    return f"{model_name(Path(named))}-hf"
 
 
 # ----------------------------------------------------------------------------------------------------------- the import

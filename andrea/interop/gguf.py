@@ -6,6 +6,7 @@ in the others. The rows of the matrices of queries and keys are reordered for th
 
 import copy
 import importlib.util
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
@@ -27,6 +28,7 @@ from andrea.interop.architectures import (
     normed_weights,
     weights_of,
 )
+from andrea.interop.hugging_face.target import quoted
 from andrea.interop.hugging_face.tokenizer_files import visible_merges, visible_tokens
 from andrea.interop.proof import LONGEST_WINDOW, OtherProgram, Target
 from andrea.model.gpt import GPT
@@ -240,11 +242,11 @@ ROUNDED = {"f16": 2e-3, "bf16": 1e-2, "q8_0": 3e-2, "q4_0": 3e-2}
 LEAST = 1e-4
 
 USAGE = """\
-    llama-cli -m {folder}/model.gguf -p "{prompt}" -n 64            # a program of llama.cpp
-    llama-server -m {folder}/model.gguf                              # the same, with a web page
+    llama-cli -m {file} -p "{prompt}" -n 64            # a program of llama.cpp
+    llama-server -m {file}                              # the same, with a web page
 
     from llama_cpp import Llama                                      # pip install llama-cpp-python
-    print(Llama("{folder}/model.gguf")("{prompt}", max_tokens=64)["choices"][0]["text"])
+    print(Llama({quoted_file})("{prompt}", max_tokens=64)["choices"][0]["text"])
 """
 
 HUB_USAGE = """\
@@ -309,4 +311,7 @@ class Gguf(Target):
         return LlamaCpp(folder / "model.gguf", min(self.trained.model.sequence_length, LONGEST_WINDOW))
 
     def usage(self, folder: str, hub: str | None, prompt: str) -> str:
-        return HUB_USAGE.format(hub=hub, prompt=prompt) if hub else USAGE.format(folder=folder, prompt=prompt)
+        if hub:
+            return HUB_USAGE.format(hub=hub, prompt=prompt)
+        file = f"{folder}/model.gguf"
+        return USAGE.format(file=shlex.quote(file), quoted_file=quoted(file), prompt=prompt)

@@ -106,5 +106,11 @@ def test_without_the_package_gguf_one_line_says_what_to_install(
         Gguf(make_trained(tokenizer=bpe), "f32")
 
 
+def test_a_folder_with_a_space_is_quoted_in_the_commands_of_the_card(bpe: Tokenizer) -> None:
+    pytest.importorskip("gguf")
+    usage = Gguf(make_trained(tokenizer=bpe), "f32").usage("my model", None, "")
+    assert "llama-server -m 'my model/model.gguf' " in usage and 'Llama("my model/model.gguf")' in usage
+
+
 def test_rows_of_pairs_become_neighbours() -> None:
     assert neighbours_first(torch.arange(12), 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]

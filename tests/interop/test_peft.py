@@ -112,6 +112,22 @@ def loaded(folder: Path) -> GPT:
     return load_model(checkpoint, checkpoint.tokenizer())
 
 
+def test_names_with_quotes_and_spaces(tmp_path: Path, capsys) -> None:
+    """The adapter's base has the name that its export gets, and the code of both cards is Python."""
+    runs, name = tmp_path / "runs", """my "base" it's {x}"""
+    write_tuned(runs, {})
+    (runs / "base").rename(runs / name)
+    (runs / "tuned" / "run.json").write_text(json.dumps({"init_from": str(runs / name)}))
+    assert run("export", f"runs_dir={runs}", f"checkpoint={name}") == 0
+    assert run("export", f"runs_dir={runs}", "checkpoint=tuned", "to=peft") == 0
+    for folder in (f"{name}-hf", "tuned-peft"):
+        card = (runs / folder / "README.md").read_text(encoding="utf-8")
+        code = [line[4:] for line in card.partition("## Training")[0].split("\n") if line.startswith("    ")]
+        compile("\n".join(code), "card", "exec")
+    assert run("import", f"from={runs / 'tuned-peft'}", f"out={tmp_path / 'in'}") == 0  # finds the base beside it
+    assert "proven by transformers" in capsys.readouterr().out
+
+
 def test_the_other_exports_hold_the_merged_weights(tmp_path: Path, capsys) -> None:
     runs = tmp_path / "runs"
     trained = write_tuned(runs, {})

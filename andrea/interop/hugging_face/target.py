@@ -136,8 +136,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 USAGE = """\
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained("{folder}"{trust})
-    model = AutoModelForCausalLM.from_pretrained("{folder}"{trust})
+    tokenizer = AutoTokenizer.from_pretrained({folder}{trust})
+    model = AutoModelForCausalLM.from_pretrained({folder}{trust})
     tokens = tokenizer("{prompt}", return_tensors="pt")
     print(tokenizer.decode(model.generate(**tokens, max_new_tokens=64, do_sample=True, temperature=0.8)[0]))
 """
@@ -168,4 +168,9 @@ class HuggingFace(Target):
 
     def usage(self, folder: str, hub: str | None, prompt: str) -> str:
         trust = ", trust_remote_code=True" if self.chosen.is_remote else ""
-        return USAGE.format(folder=hub or folder, trust=trust, prompt=prompt)
+        return USAGE.format(folder=quoted(hub or folder), trust=trust, prompt=prompt)
+
+
+def quoted(text: str) -> str:
+    """A string of Python's, for a line of code."""
+    return json.dumps(text, ensure_ascii=False)
