@@ -35,6 +35,7 @@ from andrea.model.lora import ALPHA, A, B
 from andrea.runtime.program import typed_command, typed_words
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_RESUMED = 100  # runs, each of which goes on from another: against a circle
 PREFIX, OF_A, OF_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 # ----------------------------------------------------------------------------------------------------------- the export
@@ -134,10 +135,16 @@ def joined_factors(trained: Trained, layers: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def base_name(checkpoint: Checkpoint) -> str:
-    """The name that `export to=hf` gives the base by default; run.json of the run's folder names it."""
-    named = "base"
+    """The name that `export to=hf` gives the base by default. run.json of the run's folder names the base, or the checkpoint of
+    another run that this one goes on from."""
+    named, place = "base", checkpoint.path
     with suppress(OSError, ValueError, LookupError, TypeError):
-        named = str(read_small_json(checkpoint.path.resolve().parent.parent / "run.json")["init_from"])
+        for _ in range(MOST_RESUMED):
+            about = read_small_json(place.resolve().parent.parent / "run.json")
+            if "init_from" in about:
+                named = str(about["init_from"])
+                break
+            place = Path(about["resume"])
     return f"{model_name(Path(named))}-hf"
 
 

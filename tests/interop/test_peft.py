@@ -21,7 +21,7 @@ from andrea.__main__ import main
 from andrea.checkpoint import newest_whole, read_checkpoint, write_checkpoint
 from andrea.checkpoint.model import load_model
 from andrea.config import UserError
-from andrea.interop.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from andrea.interop.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_name
 from andrea.interop.architectures import Trained
 from andrea.model import GPT
 from andrea.model.lora import is_factor, merge
@@ -126,6 +126,19 @@ def test_names_with_quotes_and_spaces(tmp_path: Path, capsys) -> None:
         compile("\n".join(code), "card", "exec")
     assert run("import", f"from={runs / 'tuned-peft'}", f"out={tmp_path / 'in'}") == 0  # finds the base beside it
     assert "proven by transformers" in capsys.readouterr().out
+
+
+def test_the_base_of_a_run_that_goes_on_from_another_is_that_of_the_other(tmp_path: Path) -> None:
+    write_tuned(tmp_path, {})
+    first = read_checkpoint(next((tmp_path / "tuned" / "checkpoints").iterdir()))
+    shutil.copytree(tmp_path / "tuned", tmp_path / "longer")
+    second = read_checkpoint(next((tmp_path / "longer" / "checkpoints").iterdir()))
+    (tmp_path / "longer" / "run.json").write_text(json.dumps({"run": "x", "resume": str(first.path)}))
+    assert base_name(second) == base_name(first) == "base-hf"
+    (tmp_path / "tuned" / "run.json").write_text(json.dumps({"init_from": "runs/letters"}))
+    assert base_name(second) == base_name(first) == "letters-hf"
+    (tmp_path / "longer" / "run.json").write_text(json.dumps({"resume": str(second.path)}))  # a circle
+    assert base_name(second) == "base-hf"
 
 
 def test_the_other_exports_hold_the_merged_weights(tmp_path: Path, capsys) -> None:
