@@ -26,7 +26,7 @@ from andrea.checkpoint.folder import model_name, read_small_json
 from andrea.checkpoint.model import load_final_weights
 from andrea.checkpoint.tensors import TensorReader, write_tensors
 from andrea.config import UserError, readable_path
-from andrea.interop.architectures import TOLERANCE, Trained, renamed
+from andrea.interop.architectures import TOLERANCE, Trained, renamed, repeated
 from andrea.interop.hugging_face.target import HuggingFace, Transformers, quoted, write_json
 from andrea.interop.importing.families import TRANSPOSED
 from andrea.interop.importing.source import CONFIG, INDEX, WEIGHTS, read_object
@@ -126,10 +126,7 @@ def joined_factors(trained: Trained, layers: Mapping[str, tuple[Tensor, Tensor]]
     for layer in range(trained.model.n_layer):
         place = f"blocks.{layer}.attention"
         three = [joined.pop(f"{place}.{each}") for each in ("query", "key", "value")]
-        n_shared = trained.model.n_head // trained.model.n_key_head
-        b = [three[0][1]]
-        for _, rows in three[1:]:  # as the weights: shared heads are repeated
-            b.append(rows.unflatten(0, (trained.model.n_key_head, -1)).repeat_interleave(n_shared, dim=0).flatten(0, 1))
+        b = [three[0][1], *(repeated(rows, trained.model) for _, rows in three[1:])]
         joined[f"{place}.joined"] = torch.cat([a for a, _ in three]), torch.block_diag(*b)
     return joined
 

@@ -244,13 +244,16 @@ def joined_weights(trained: Trained) -> dict[str, Tensor]:
     for layer in range(model.n_layer):
         for end in ("weight", "bias"):
             parts = [weights.pop(f"blocks.{layer}.attention.query.{end}")]
-            for each in ("key", "value"):
-                rows = weights.pop(f"blocks.{layer}.attention.{each}.{end}").unflatten(
-                    0, (trained.model.n_key_head, -1)
-                )
-                parts.append(rows.repeat_interleave(model.n_head // trained.model.n_key_head, dim=0).flatten(0, 1))
+            shared = [weights.pop(f"blocks.{layer}.attention.{each}.{end}") for each in ("key", "value")]
+            parts += [repeated(rows, model) for rows in shared]
             weights[f"blocks.{layer}.attention.joined.{end}"] = torch.cat(parts)
     return weights
+
+
+def repeated(rows: Tensor, model: ModelConfig) -> Tensor:
+    """Rows (G D, …) of G key/value heads, each of them once for every query head that shares it: (H D, …)."""
+    of_heads = rows.unflatten(0, (model.n_key_head, -1))
+    return of_heads.repeat_interleave(model.n_head // model.n_key_head, dim=0).flatten(0, 1)
 
 
 # --------------------------------------------------------------------------------------------------- configurations

@@ -15,6 +15,7 @@ from torch import Tensor
 from andrea.checkpoint.tensors import write_tensors
 from andrea.interop.architectures import TOLERANCE, HuggingFaceClass, Trained, choose_class
 from andrea.interop.hugging_face.tokenizer_files import write_tokenizer
+from andrea.interop.importing.source import INDEX, WEIGHTS
 from andrea.interop.proof import OtherProgram, Target
 from andrea.model.gpt import GPT
 
@@ -72,7 +73,7 @@ class Transformers(LoadedByTransformers):
 
 # ----------------------------------------------------------------------------------------------------------- the folder
 
-MODEL_CODE, WEIGHTS, INDEX = "modeling_andrea.py", "model.safetensors", "model.safetensors.index.json"
+MODEL_CODE = "modeling_andrea.py"
 LARGEST_SHARD_BYTES = 5 * 10**9
 SAMPLING = {"do_sample": True, "temperature": 1.0}  # the likeliest tokens of a small model repeat themselves
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
