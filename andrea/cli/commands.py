@@ -14,10 +14,15 @@ CHAT_SAMPLING = {"temperature": 0.7, "repetition_penalty": 1.0}  # an answer rep
 
 
 def to_key_value(words: list[str], positional: str) -> list[str]:
-    """Each word without '=', and each that names a file or folder, whose path may have '=', as a value of `positional`."""
+    """Each word without '=', and each that names a file, a folder or a run, whose name may have '=', as a value of `positional`.
+
+    The runs of a sweep have '=' in their names.
+    """
+    places = ["", *(word.removeprefix("runs_dir=") for word in words if word.startswith("runs_dir=")), "runs"]
     found = []
     for word in words:
-        is_value = os.path.exists(word) or ("=" not in word and not word.startswith("-"))
+        is_name = any(os.path.exists(os.path.join(place, word)) for place in places)
+        is_value = is_name or ("=" not in word and not word.startswith("-"))
         found.append(f"{positional}={word}" if is_value else word)
     return found
 
@@ -152,12 +157,12 @@ def runs(argv: list[str]) -> int:
 
 def with_action(words: list[str]) -> list[str]:
     """The words of `runs` with an action at the beginning, such as `rename NAME NEW`, as rename=NAME to=NEW."""
-    keys = {"disk": [], "delete": ["delete"], "rename": ["rename", "to"]}
-    if not words or words[0] not in keys:
+    actions = {"disk": [], "delete": ["delete"], "rename": ["rename", "to"]}
+    if not words or words[0] not in actions:
         return words
-    action, needed = words[0], keys[words[0]]
-    names = words[1 : 1 + len(needed)]
-    if len(names) < len(needed) or any("=" in name for name in names):
+    action, needed = words[0], actions[words[0]]
+    names, keys = words[1 : 1 + len(needed)], [f"{field.name}=" for field in dataclasses.fields(schema.RunsConfig)]
+    if len(names) < len(needed) or any(name.startswith(tuple(keys)) for name in names):
         usage = {"delete": "delete NAME confirm=true", "rename": "rename NAME NEW"}[action]
         raise UserError(
             f"`runs {action}` needs {len(needed)} name{'s' * (len(needed) > 1)}: {typed_command('runs')} {usage}"
