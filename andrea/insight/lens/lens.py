@@ -124,7 +124,7 @@ def tokens_against(prompt: str, model: GPT, tokenizer: Tokenizer, tokens: list[i
         )
     if len(against) != len(tokens):
         texts = token_texts(tokenizer)
-        both = [" ".join(texts[token] for token in each[1:]) for each in (tokens, against)]
+        both = [" ".join(texts[token] for token in each) for each in (tokens, against)]
         raise UserError(
             f"prompt has {len(tokens)} tokens and against {len(against)}, but a position can only be replaced by the same "
             f"position of a text with equally many tokens; change a word of one of them: prompt is {both[0]}; against is {both[1]}"

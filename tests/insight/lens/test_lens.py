@@ -166,6 +166,8 @@ def test_without_held_out_text_the_page_says_so(tmp_path: Path) -> None:
         ({"against": ""}, "against is empty"),
         ({"against": PROMPT}, "against is the same text as prompt"),
         ({"against": PROMPT + "!"}, "prompt has 21 tokens and against 22"),
+        ({"prompt": "0123456789" * 5, "against": "x"}, "prompt is 9 0 1"),  # cut to the 41 tokens that the model sees
+        ({"prompt": "0", "against": "xy"}, "prompt is ⟨end-of-text⟩ 0; against is ⟨end-of-text⟩ x y"),
         ({"against": "@no such file"}, "against=@no such file: there is no file"),
         ({"against": "x" * len(PROMPT), "out": "a.npz"}, "against=… is a part of the page, but out=a.npz holds arrays"),
         ({"against_checkpoint": "one", "out": "a.npz"}, "against_checkpoint=… is a part of the page"),
