@@ -124,7 +124,7 @@ def scaling_lines(runs: list[Run], predicted: ModelConfig | None, predict_tokens
     if len(runs) == 1 and predicted is None:
         return []
     size = size_of(predicted, predict_tokens, runs[-1]) if predicted else None  # raises before anything is fitted
-    finished = [run for run in runs if run.finished]
+    finished = [run for run in runs if run.finished and run.is_of_whole_text]
     if len({run.fingerprint for run in finished}) > 1:
         return ["no scaling fit: the runs were trained on different data or with different tokenizers"]
     parameters, tokens, flops, loss = (
@@ -137,8 +137,8 @@ def scaling_lines(runs: list[Run], predicted: ModelConfig | None, predict_tokens
         return [str(reason)]
     lines = [f"scaling fit: {kind}", law_line(fit)]
     if len(finished) < len(runs):
-        unfinished = ", ".join(run.name for run in runs if not run.finished)
-        lines.append(f"left out of the fit, because unfinished: {unfinished}")
+        others = ", ".join(run.name for run in runs if run not in finished)
+        lines.append(f"left out of the fit, because unfinished, or judged on a part of the held-out text: {others}")
     other = [key for key in differences(finished) if key not in MAY_DIFFER and not key.startswith("train.")]
     if other:
         lines.append(f"caution: a scaling law assumes runs with equal settings, but these differ in {', '.join(other)}")
@@ -297,8 +297,9 @@ def summary_of(runs: list[Run]) -> str:
 
 
 def notes_on(runs: list[Run]) -> list[str]:
-    """Lines on unfinished runs, which the table marks with '*', on runs whose best evaluation is not the last, and on the
-    figures of `andrea evaluate`. One names the run with the fewest bits per byte, if several runs have the same text."""
+    """Lines on unfinished runs, which the table marks with '*', on runs whose best evaluation is not the last or is of a part
+    of the held-out text, and on the figures of `andrea evaluate`. One names the run with the fewest bits per byte, if several
+    runs have the same text."""
     lines = [f"* {run.name}: {run.progress}" for run in runs if not run.finished]
     lines += [
         f"{run.name}: the figures are of step {run.result['step']:,}, the best evaluation; the last evaluation, at "
@@ -306,8 +307,14 @@ def notes_on(runs: list[Run]) -> list[str]:
         for run in runs
         if run.result["step"] != run.validation[-1]["step"]
     ]
-    if len(runs) > 1 and len({run.fingerprint for run in runs}) == 1:
-        best = min(runs, key=lambda run: run.bpb)
+    lines += [
+        f"{run.name}: the figures are of {run.result['val/tokens']:,} held-out tokens only; do not compare them"
+        for run in runs
+        if not run.is_of_whole_text
+    ]
+    compared = [run for run in runs if run.is_of_whole_text]
+    if len(compared) > 1 and len({run.fingerprint for run in runs}) == 1:
+        best = min(compared, key=lambda run: run.bpb)
         lines.append(f"fewest bits per byte: {best.name}, {best.bpb:.4f}")
     return lines + judged_lines(runs)
 

@@ -62,6 +62,11 @@ class Run:
         return self.validation[-1]["step"] == self.config["train"]["steps"]
 
     @property
+    def is_of_whole_text(self) -> bool:
+        """Whether the result is not of an evaluation that had no time to read all that it was meant to."""
+        return "val/tokens" not in self.result
+
+    @property
     def progress(self) -> str:
         """'' for a finished run, else its step, and the step of its last evaluation if that is earlier."""
         if self.finished:

@@ -76,6 +76,20 @@ def test_the_run_with_the_fewest_bits_per_byte_is_named_if_the_texts_are_equal(r
     assert "fewest bits" not in output_of(*words)
 
 
+def test_a_figure_of_a_part_of_the_held_out_text_is_compared_with_none(runs: Path, tmp_path: Path) -> None:
+    """As of a run whose train.max_minutes left no time to read all of it."""
+    best = min(read_runs(find_run_folders([str(runs)]))[0], key=lambda run: run.bpb)
+    metrics = runs / best.name / "metrics.jsonl"
+    *lines, last, event = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(
+        "".join([*lines, *(line.replace('"val/loss"', '"val/tokens": 4321, "val/loss"') for line in (last, event))])
+    )
+    text = output_of(str(runs), f"out={tmp_path / 'p.html'}")
+    assert f"\n{best.name}: the figures are of 4,321 held-out tokens only; do not compare them\n" in text
+    assert "fitted to 7 runs" in text and f"judged on a part of the held-out text: {best.name}\n" in text
+    assert "\nfewest bits per byte: " in text and f"fewest bits per byte: {best.name}," not in text
+
+
 def test_figures_of_evaluate_stand_beside_each_other_with_the_step_if_it_is_not_the_results(tmp_path: Path) -> None:
     asked = {"metric": "acc", "chance": 0.25, "n": 30, "about": ""}
     for name, size, value, step in (("one", 1000, 0.5, 100), ("two", 2000, 0.75, 50)):
