@@ -162,22 +162,25 @@ def run_name(own: list[str], group: str) -> str:
 
 
 def result_lines(runs_dir: Path, group: str, done: list[list[str]], varied: list[str]) -> list[str]:
-    """The best run of a sweep, if all runs were judged on the same text, and the command that compares the runs.
+    """The best run of a sweep, if all runs were judged on the same whole text, and the command that compares the runs.
 
     done: of each run that is done, its own words.
     """
-    from andrea.insight.runs import bits_per_byte_of
+    from andrea.insight.runs import result_in
     from andrea.training.records.run_folder import read_lines
 
     folders = sorted(runs_dir.glob(f"*-{glob.escape(group)}"))  # also those of a sweep whose name ends in the same way
     names = [name_pattern(own, group) for own in done]
     found = [folder for folder in folders if any(re.fullmatch(name, folder.name) for name in names)]
-    measured = {run.name: bits_per_byte_of(run, read_lines(run / "metrics.jsonl")) for run in found}
-    figures = {name: figure for name, figure in measured.items() if figure is not None}
+    results = {run.name: result_in(run, read_lines(run / "metrics.jsonl")) for run in found}
+    figures = {name: result["val/bpb"] for name, result in results.items() if result}
     if len(figures) < 2:
         return []
     lines = []
-    if not any(key.split(".")[0] in ("data", "tokenizer", "objective") for key in varied):
+    is_of_part = any(
+        "val/tokens" in result for result in results.values()
+    )  # train.max_minutes left no time for the rest
+    if not is_of_part and not any(key.split(".")[0] in ("data", "tokenizer", "objective") for key in varied):
         best = min(figures, key=lambda name: figures[name])
         lines.append(f"sweep: fewest bits per byte: {best}, {figures[best]:.4f}")
     place = f"{shlex.quote(str(runs_dir))}/*-{shlex.quote(group)}" if found == folders else shlex.join(map(str, found))

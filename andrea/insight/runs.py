@@ -233,7 +233,7 @@ def read_row(folder: Path, records: list[dict[str, Any]], renamed: dict[str, str
     config, metrics = config_of(folder), folder / "metrics.jsonl"
     changed = (metrics if os.path.exists(metrics) else folder).stat().st_mtime
     model, steps = (inner(config, *keys) for keys in (("model", "name"), ("train", "steps")))
-    parameters, bits_per_byte = parameters_of(folder), bits_per_byte_of(folder, records)
+    parameters, bits_per_byte = parameters_of(folder), result_in(folder, records).get("val/bpb")
     parents = [renamed.get(name, name) for name in names_of_parents(folder, config)]
     return changed, [
         folder.name,
@@ -248,10 +248,10 @@ def read_row(folder: Path, records: list[dict[str, Any]], renamed: dict[str, str
     ]
 
 
-def bits_per_byte_of(folder: Path, records: list[dict[str, Any]]) -> float | None:
-    """The figure of a run's result; None without an evaluation. Raises StorageFailed."""
+def result_in(folder: Path, records: list[dict[str, Any]]) -> dict[str, float]:
+    """The evaluation of a run's result, with `val/bpb`; empty without an evaluation. Raises StorageFailed."""
     validation = curve(records, ("val/bpb",), OF_RESULTS)
-    return result_of(validation, folder)["val/bpb"] if validation else None
+    return result_of(validation, folder) if validation else {}
 
 
 def state_of(folder: Path, records: list[dict[str, Any]]) -> str:

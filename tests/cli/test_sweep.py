@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import run_script, tiny_words
+from insight.compare.run_folders import make_run
 
 from andrea.api.command_line import configure
 from andrea.cli.sweep import result_lines, run_name
@@ -31,6 +32,15 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
     runs = {path.parent.name: yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/config.yaml")}
     assert sorted(runs) == [f"andrea-nano-{tokens}-seed7-steps={n}-mine" for tokens, n in ((256, 1), (512, 2))]
     assert {config["train"]["max_minutes"] for config in runs.values()} == {None}
+
+
+def test_no_run_of_a_sweep_is_the_best_if_one_was_judged_on_a_part_of_the_text(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"{size}-mine", size) for size in (1000, 2000)]
+    assert result_lines(tmp_path, "mine", [])[0].startswith("sweep: fewest bits per byte: 2000-mine, ")
+    metrics = runs[1] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"val/loss"', '"val/tokens": 4321, "val/loss"'))
+    (line,) = result_lines(tmp_path, "mine", [])
+    assert line.startswith("sweep: compare the runs: ")
 
 
 @pytest.mark.slow
