@@ -13,12 +13,12 @@ from andrea.checkpoint.tensors import Damaged
 from andrea.config import UserError
 from andrea.config.keys import key_types
 from andrea.config.parse import describe
-from andrea.config.schema import Between
+from andrea.config.schema import LARGEST_STEP, Between
 
 STEP_NAME = re.compile(r"step-\d{8,}")
 WANDB_ID = re.compile("[0-9A-Za-z_-]{1,128}")
 
-LARGEST_STEP, LARGEST_COUNT, LARGEST_FIGURE = 2**40, 2**62, 1e39  # larger ones are mistakes, and would overflow
+LARGEST_COUNT, LARGEST_FIGURE = 2**62, 1e39  # larger ones are mistakes, and would overflow
 
 
 def measured(key: str, value: float) -> None:

@@ -128,6 +128,7 @@ def readable_path(key: str, value: str) -> str:
 # ------------------------------------------------------------------------------------------------------- groups of keys
 
 LARGEST_SEED = 2**62  # random streams are numbered upwards from the seed
+LARGEST_STEP = 2**40  # of a run; a larger one in a checkpoint is a mistake
 LARGEST_LOOKAHEAD = 64  # tokens: longer drafts are rarely accepted, and each of their tokens costs time
 
 PositiveInteger = Annotated[int, Positive()]
@@ -135,6 +136,7 @@ NonNegativeInteger = Annotated[int, AtLeast(0)]
 PositiveNumber = Annotated[float, Positive()]
 NonNegativeNumber = Annotated[float, AtLeast(0)]
 Share = Annotated[float, Between(0, 1)]
+Steps = Annotated[int, Between(1, LARGEST_STEP)]
 Seed = Annotated[int, Between(0, LARGEST_SEED)]
 Threads = Annotated[int, Between(1, 1024)]
 Device = Annotated[str, device_name]
@@ -167,7 +169,7 @@ class ModelConfig:
     tied_head: bool
     qk_norm: bool | Literal["learned"]
     logit_softcap: PositiveNumber | None
-    recipe_steps: PositiveInteger
+    recipe_steps: Steps
     recipe_tokens_per_step: PositiveInteger
     n_kv_head: int | None = None
     d_head: Annotated[int, Between(1, 2**17)] | None = None
@@ -310,7 +312,7 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: PositiveInteger | Auto
+    steps: Steps | Auto
     tokens_per_step: PositiveInteger | Auto
     micro_batch: PositiveInteger | Auto
     log_every: PositiveInteger

@@ -128,5 +128,7 @@ def test_a_length_is_given_once() -> None:
         completed("train.flops=1e15", "train.tokens_per_parameter=10")
     with pytest.raises(UserError, match="train.steps=7 and train.flops=1e"):
         completed("train.flops=1e15", "train.steps=7")
+    with pytest.raises(UserError, match="train.flops=1e.30: train.steps=.* must be from 1 to 1099511627776"):
+        completed("train.flops=1e30")
     settled = completed("train.flops=1e15")  # what config.yaml keeps, met again on resume
     assert completed("train.flops=1e15", f"train.steps={settled.steps}") == settled

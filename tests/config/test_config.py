@@ -207,6 +207,10 @@ def test_any_value_is_accepted_or_refused_in_words(key: str, value: str) -> None
         ("seed=9223372036854775807", "must be from 0"),
         ("threads=1000000", "must be from 1 to 1024"),
         ("train.steps=1" + "0" * 300, "train.steps"),
+        (
+            "train.steps=1e13",
+            "train.steps=10000000000000 must be from 1 to 1099511627776",
+        ),  # what a checkpoint may hold
         ("train.flops=1e300", "at most 1e+30"),
         ("device=cuda:²", "not a device"),
         ("name=../x", "not a folder name"),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import final
 
 from andrea.config import ON_LARGE_TEXT, OptimizerConfig, RunConfig, Text, UserError
+from andrea.config.schema import LARGEST_STEP, Between
 from andrea.model.size import flops_per_token, parameters_without_bigrams
 from andrea.text.corpus import Corpus
 from andrea.text.load_tokenizer import configured_tokenizer
@@ -50,6 +51,7 @@ def with_length_and_name(config: RunConfig, resumed: bool = False) -> RunConfig:
             key = f"tokens_per_parameter={train.tokens_per_parameter:g}"
             tokens = train.tokens_per_parameter * parameters_without_bigrams(config.model, config.attention, n_vocab)
         steps = max(1, round(tokens / config.tokens_per_step))
+        Between(1, LARGEST_STEP)(f"train.{key}: train.steps", steps)
         if train.steps not in ("auto", steps):
             raise UserError(
                 f"train.steps={train.steps} and train.{key} (which gives {steps} steps) both set the length of training; "

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, final
 
 from andrea.checkpoint import Checkpoint, checkpoints_of, step_name
-from andrea.checkpoint.state import LARGEST_STEP
 from andrea.config import RunConfig, UserError, to_plain
 from andrea.config.parse import plain_yaml
+from andrea.config.schema import LARGEST_STEP
 from andrea.runtime import files, torchrun
 from andrea.runtime.system import flush_to_disk
 from andrea.training.records import Logger
