@@ -28,6 +28,8 @@ def evaluate(config: EvaluateConfig) -> int:
     choose_threads(config.threads)
     typed = [name.strip() for entry in config.tasks for name in entry.split(",")]  # tasks=A tasks=B,C
     names = [name for name in dict.fromkeys(typed) if name]
+    if not names:
+        raise UserError("tasks is empty; name one, such as tasks=bpb")
     where = config.checkpoint, config.runs_dir, config.device
     subject = load_subject(*where, config.batch_size, config.trust, config.precision)
     n_byte = bytes_of_weights(subject.gpt, config.precision)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from andrea.checkpoint import Checkpoint
-from andrea.runtime.files import from_json, lines_of, replace_text, storing
+from andrea.runtime.files import from_json, lines_of, replace_bytes, storing
 
 FILE = "evaluations.jsonl"
 TEXT_METRIC = "bits_per_byte"
@@ -65,9 +65,10 @@ def append_figures(run: Path, checkpoint: Checkpoint, figures: Sequence[Figure],
     path = run / FILE
     common = {"step": checkpoint.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "versions": versions}
     with storing(path, of_run=False):
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
-        before += "\n" if before and not before.endswith("\n") else ""
-        replace_text(path, before + "".join(json.dumps(asdict(each) | common) + "\n" for each in figures))
+        before = path.read_bytes() if path.is_file() else b""  # as it is: a line may be damaged
+        before += b"\n" if before and not before.endswith(b"\n") else b""
+        added = "".join(json.dumps(asdict(each) | common) + "\n" for each in figures)
+        replace_bytes(path, before + added.encode())
     return path
 
 

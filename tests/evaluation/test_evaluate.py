@@ -82,6 +82,7 @@ def test_tasks_have_a_standard_error_and_the_level_of_chance(runs: Path, capsys)
         ("field=body", "name the text with text="),
         ("task=bpb", "did you mean tasks"),
         ("limit=0", "limit=0"),
+        ("tasks=,", "tasks is empty"),
     ],
 )
 def test_what_is_refused_is_one_line(word: str, message: str, runs: Path, capsys) -> None:
@@ -131,11 +132,12 @@ def test_records_of_others_are_left_out(runs: Path) -> None:
         good | {"precision": 4},
         good | {"n_byte": "9"},
     ]
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(each) + "\n" for each in bad) + '{"task": "to')
+    with open(path, "ab") as file:
+        file.write("".join(json.dumps(each) + "\n" for each in bad).encode() + b'\xff\n{"task": "to')
     assert read_figures(runs / "one") == {SIGN.asked: (60, SIGN)}
     append_figures(runs / "one", checkpoint, [SIGN], {})  # after a torn line
-    assert json.loads(path.read_text().splitlines()[-1])["task"] == "one"
+    *before, last = path.read_bytes().split(b"\n")[:-1]
+    assert b"\xff" in before and json.loads(last)["task"] == "one"
 
 
 def test_figures_of_other_texts_or_of_fewer_questions_stand_beside_each_other(runs: Path) -> None:
