@@ -113,7 +113,11 @@ def can_be_path(value: str) -> bool:
 
 
 def readable_path(key: str, value: str) -> str:
-    """`value`, if it can name a file or a folder. Raises UserError."""
+    """`value`, if it can name a file or a folder. Raises UserError.
+
+    `~` becomes the home directory, because not every shell does that after `=`. In a key of a group, which checkpoints keep,
+    it stays: it means the home directory of each machine.
+    """
     if not can_be_path(value):
         raise UserError(
             f"{key}={value[:80]!r} is not a valid path: it must not contain NUL, a name may have at most "
@@ -122,7 +126,7 @@ def readable_path(key: str, value: str) -> str:
     if value.startswith("~") and os.path.expanduser(value) == value:
         user = value[1:].partition("/")[0]
         raise UserError(f"{key}={value}: this machine has no user {user!r}; write ./{value} for a file of that name")
-    return value
+    return value if "." in key else os.path.expanduser(value)
 
 
 # ------------------------------------------------------------------------------------------------------- groups of keys

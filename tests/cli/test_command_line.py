@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from conftest import run_script
@@ -40,6 +41,12 @@ def test_paths_and_stops_arrive_as_they_were_typed(text: str) -> None:
     typed = quick(RunConfig, [f"data.path=x{text}", f"tokenizer.path=./{text}"])
     assert (typed.data.path, typed.tokenizer.path) == ("x" + text, "./" + text)
     assert quick(SampleConfig, [f"stop=a{text}", "stop=b"]).stop == ["a" + text, "b"]
+
+
+def test_the_home_directory_is_meant_by_a_place_of_this_command_and_stays_in_what_a_run_keeps() -> None:
+    typed = quick(RunConfig, ["runs_dir=~/runs", "data_dir=~", "data.path=~/notes", "name=~"])
+    assert (typed.runs_dir, typed.data_dir) == (str(Path.home() / "runs"), str(Path.home()))
+    assert (typed.data.path, typed.name) == ("~/notes", "~")
 
 
 @pytest.mark.parametrize(
