@@ -68,8 +68,8 @@ def with_init_from(composed: dict[str, Any], line: CommandLine) -> dict[str, Any
 
 def check_command(composed: dict[str, Any]) -> None:
     """Raises UserError for what no run can be asked for, before a checkpoint is read. composed: not parsed yet."""
-    if composed["name"] == "wandb":
-        raise UserError("name=wandb is the folder of wandb's own files; choose another name")
+    if composed["name"] in ("wandb", "sweeps"):  # insight's NOT_RUNS
+        raise UserError(f"name={composed['name']} is the folder of wandb's or of sweeps' files; choose another name")
     if not is_null(composed["resume"]) and not is_null(composed["init_from"]):
         raise UserError(
             "resume and init_from exclude each other: resume=… continues a run, init_from=… starts a new one"

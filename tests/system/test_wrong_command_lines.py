@@ -102,6 +102,7 @@ TRAIN_WRONG = [
     ([*TEXT, "init_from={place}/foreign"], "foreign"),
     ([*TEXT, "init_from={place}/runs/good", "resume=auto"], "resume and init_from exclude each other"),
     ([*TEXT, "name=wandb", "resume=auto"], "name=wandb is the folder"),
+    ([*TEXT, "name=sweeps"], "name=sweeps is the folder"),
     ([*TEXT, "name={{model}}", "resume=auto", "train.flops=1e15", "model.n_kv_head=3"], "model.n_kv_head"),
     ([*TEXT, "name=good", "resume=auto", "train.steps=9", "train.flops=1e15"], "both set the length"),
     ([*TEXT, "tokenizer=bpe", "tokenizer.vocab_size=300", "init_from={good}"], "tokenizer"),

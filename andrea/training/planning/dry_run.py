@@ -42,6 +42,7 @@ def describe(config: RunConfig, checkpoint: Checkpoint | None = None, progress: 
     micro_batch = config.train.micro_batch
     if micro_batch == "auto":
         micro_batch = memory.micro_batches_that_fit(config, n_vocab, placement, memory.USABLE_SHARE * free)[0]
+    micro_batch = min(micro_batch, config.sequences_per_step)  # as `plan.micro_batch` makes it
     needed = memory.memory_of(config, n_vocab, micro_batch, placement)
     per_token = flops_per_token(config.model, config.attention, n_vocab)
     parameters = count_parameters(config.model, config.attention, n_vocab)

@@ -130,6 +130,12 @@ def test_a_dry_run_says_how_the_largest_size_lies_on_one_card_and_on_eight() -> 
     assert lines["weights"] == f"{parts.weights / GIB:.2f} GiB" and "python and libraries" in lines
 
 
+def test_a_dry_run_plans_no_more_sequences_in_a_pass_than_a_step_has() -> None:
+    lines = describe(tiny_run(f"runs_dir=/none{os.getpid()}", "tokenizer=byte", "train.micro_batch=1000")).splitlines()
+    (memory,) = [line for line in lines if line.startswith("memory ")]
+    assert memory.endswith("micro-batch: 30 of 30 sequences") and lines.index("micro-batch            30 sequences")
+
+
 @pytest.mark.slow  # forty blocks, differentiated without memory: Python all through
 def test_a_dry_run_names_the_windows() -> None:
     words = [f"runs_dir=/none{os.getpid()}", "tokenizer=byte"]
