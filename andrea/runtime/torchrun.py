@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from andrea.config import UserError
-from andrea.runtime.files import replace_text
+from andrea.runtime.files import replace_bytes, replace_text
 
 # Wrong input, non-finite, failed health, SIGHUP, Ctrl-C, SIGTERM. Whoever sends a signal to stop wants no restart.
 FINAL_EXIT_CODES = (2, 3, 4, 129, 130, 143)
@@ -75,13 +75,13 @@ def record_run_folder(folder: Path) -> None:
     path = note_path("andrea-run-folder")
     if path is not None:
         with suppress(OSError):
-            replace_text(path, str(folder))
+            replace_bytes(path, os.fsencode(folder))
 
 
 def recorded_run_folder() -> Path | None:
     """The run folder that an earlier start of the ranks recorded; None if none did."""
     path = note_path("andrea-run-folder")
-    return Path(path.read_text(encoding="utf-8")) if path is not None and is_restart() and path.exists() else None
+    return Path(os.fsdecode(path.read_bytes())) if path is not None and is_restart() and path.exists() else None
 
 
 def note_path(name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_a_code_that_cannot_be_recorded_is_left_out(start, tmp_path: Path) -> No
     (tmp_path / "job").write_text("not a folder")
     torchrun.record_exit_code(2)
     assert torchrun.recorded_exit_code() is None
+
+
+def test_the_folder_of_the_run_is_found_again_also_if_its_name_is_not_utf_8(start) -> None:
+    folder = Path(os.fsdecode(b"ru\xffns/a"))
+    start(0)
+    torchrun.record_run_folder(folder)
+    assert torchrun.recorded_run_folder() is None
+    start(1)
+    assert torchrun.recorded_run_folder() == folder
 
 
 def test_rank_0_alone_prints_without_a_prefix(start, monkeypatch: pytest.MonkeyPatch) -> None:
