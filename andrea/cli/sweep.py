@@ -219,14 +219,19 @@ def cluster_task() -> dict[str, str]:
 
 
 def wait_for(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command and return its exit code. Ctrl-C also reaches the command, which then saves and ends by itself."""
-    process = subprocess.Popen(command, env=environment)
-    while True:
+    """Run a command and return its exit code. Ctrl-C also reaches the command, which then saves and ends by itself.
+
+    Raises KeyboardInterrupt after the command has ended, also if it was done at this moment: no other run may begin.
+    """
+    process, interrupted = subprocess.Popen(command, env=environment), False
+    while process.poll() is None:
         try:
-            code = process.wait()
-            return 128 - code if code < 0 else code
+            process.wait()
         except KeyboardInterrupt:
-            continue
+            interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt
+    return 128 - process.returncode if process.returncode < 0 else process.returncode
 
 
 def as_text(value: Any) -> str:

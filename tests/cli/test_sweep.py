@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from conftest import run_script, tiny_words
 from insight.compare.run_folders import make_run
 
 from andrea.api.command_line import configure
-from andrea.cli.sweep import result_lines, run_name
+from andrea.cli.sweep import result_lines, run_name, wait_for
 from andrea.config import RunConfig, UserError
 from andrea.model.size import count_parameters, flops_per_token
 from andrea.training.planning.length import with_length_and_name
@@ -99,6 +101,14 @@ def test_the_best_run_of_a_sweep_is_one_of_its_own(tmp_path: Path) -> None:
     best, compare = result_lines(tmp_path, "lr", words, ["seed"])
     assert best == "sweep: fewest bits per byte: nano-1.20e+17-seed1-lr, 2.0000"
     assert compare.endswith(f"compare {tmp_path / names[0]} {tmp_path / names[1]}")
+
+
+def test_ctrl_c_ends_a_sweep_also_if_the_run_is_done_by_then() -> None:
+    """The command interrupts this process, as a terminal does, and ends as if it had just made its last step."""
+    done = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(0.5)"
+    with pytest.raises(KeyboardInterrupt):
+        wait_for([sys.executable, "-c", done], dict(os.environ))
+    assert wait_for([sys.executable, "-c", "import os; os.abort()"], dict(os.environ)) == 134
 
 
 def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
