@@ -177,9 +177,7 @@ def result_lines(runs_dir: Path, group: str, done: list[list[str]], varied: list
     if len(figures) < 2:
         return []
     lines = []
-    is_of_part = any(
-        "val/tokens" in result for result in results.values()
-    )  # train.max_minutes left no time for the rest
+    is_of_part = any("val/tokens" in result for result in results.values())  # max_minutes left no time for the rest
     if not is_of_part and not any(key.split(".")[0] in ("data", "tokenizer", "objective") for key in varied):
         best = min(figures, key=lambda name: figures[name])
         lines.append(f"sweep: fewest bits per byte: {best}, {figures[best]:.4f}")

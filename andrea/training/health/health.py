@@ -109,9 +109,7 @@ COUNTED_PIECES = 16  # evenly spaced pieces of each source that are counted
 @dataclass(frozen=True)
 class DataSummary:
     shares: dict[str, float]  # source -> its share of the tokens that training draws
-    lengths: dict[
-        str, int
-    ]  # source -> tokens that training reads in an epoch: windows of conversations may not be full
+    lengths: dict[str, int]  # source -> tokens that training reads of it in an epoch
     unigram_nats: float  # unigram entropy: the loss of a model that knows only the token frequencies
 
     @classmethod
