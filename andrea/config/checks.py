@@ -108,9 +108,6 @@ def check_data(data: schema.DataConfig, path: str) -> Iterator[str]:
             yield f"{path}.sources has the name {name!r}: a name has no dot, which separates the parts of a key; rename it"
     if data.kind != "mixture" and data.sources:
         yield f"{path}.sources is read by data=mixture only, got data={data.kind}; choose data=mixture"
-    for name in data.sources:
-        if "." in name:  # it is a part of dotted keys, by which a resumed run is compared with what was typed
-            yield f"{path}.sources has the name {name!r}; leave out the '.', which stands between the parts of a key"
 
 
 def check_tokenizer(tokenizer: schema.TokenizerConfig, path: str) -> Iterator[str]:

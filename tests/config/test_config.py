@@ -127,7 +127,6 @@ def test_a_head_width_of_its_own_need_not_divide_anything() -> None:
         ["data=mixture", "data.sources={a.b: {kind: pystdlib}}"],
         ["data=mixture", "data.sources={a: {kind: pystdlib, include: ['*.py']}}"],
         ["data=mixture", "data.sources={a: {kind: pystdlib}}", "data.field=body"],
-        ["data=mixture", "data.sources={a.py: {kind: pystdlib}}"],
         ["data=mixture", "data.sources=a", "data.sources.a.kind=pystdlib"],
         ["data=mixture", "data.sources={a: 3}", "data.sources.a.kind=pystdlib"],
         ["data.include=*.py"],
