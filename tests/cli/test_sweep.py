@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -37,11 +38,12 @@ def test_a_sweep_trains_all_its_runs_and_its_last_line_names_what_failed(
 
 
 def test_no_run_of_a_sweep_is_the_best_if_one_was_judged_on_a_part_of_the_text(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / f"{size}-mine", size) for size in (1000, 2000)]
-    assert result_lines(tmp_path, "mine", [])[0].startswith("sweep: fewest bits per byte: 2000-mine, ")
+    runs = [make_run(tmp_path / f"nano-{size}-seed1-mine", size) for size in (1000, 2000)]
+    best = "sweep: fewest bits per byte: nano-2000-seed1-mine, "
+    assert result_lines(tmp_path, "mine", [[]], [])[0].startswith(best)
     metrics = runs[1] / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"val/loss"', '"val/tokens": 4321, "val/loss"'))
-    (line,) = result_lines(tmp_path, "mine", [])
+    (line,) = result_lines(tmp_path, "mine", [[]], [])
     assert line.startswith("sweep: compare the runs: ")
 
 
@@ -96,7 +98,8 @@ def test_the_best_run_of_a_sweep_is_one_of_its_own(tmp_path: Path) -> None:
     names = ["nano-1.20e+17-seed1-lr", "nano-2.9M-seed12-lr", "nano-2.9M-seed1-big-lr", "nano-2.9M-seed3-lr"]
     for figure, name in zip((2, 3, 1, 0), names, strict=True):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(f'{{"step": 1, "val/bpb": {figure}}}\n')
+        record = {"step": 1, "tokens": 1, "flops": 1, "seconds": 1, "val/bpb": figure}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     words = [["seed=1"], ["seed=12"]]
     best, compare = result_lines(tmp_path, "lr", words, ["seed"])
     assert best == "sweep: fewest bits per byte: nano-1.20e+17-seed1-lr, 2.0000"
