@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -455,17 +456,29 @@ def test_a_wrong_key_is_refused_and_the_right_one_works(browser, runs):
 
 
 def test_a_full_server_is_told_and_asked_again(browser, runs):
-    with serving(config_of(runs, checkpoint="script", max_running=1, max_waiting=1)) as (url, server):
+    endless = {"prompt": "<", "max_tokens": 10**6, "temperature": 0, "stream": True}
+    is_told = threading.Event()
+
+    def hold_a_place(url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as answer:
+            assert answer.status_code == 200
+            is_told.wait(60)
+
+    limits = {"max_running": 1, "max_waiting": 1, "max_tokens": 10**6}
+    with serving(config_of(runs, checkpoint="script", **limits)) as (url, server):
         opened = Opened(browser, url)
         opened.set(max_tokens=5, temperature=0)
-        body = {"prompt": "<", "max_tokens": 4096, "temperature": 0}
         with ThreadPoolExecutor(2) as pool:
-            full = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(2)]
+            held = [pool.submit(hold_a_place, url) for _ in range(2)]
             while server.served.worker.n_live < 2:
                 time.sleep(0.01)
             opened.send("hi")
             opened.notice("The server is busy")
-            assert all(each.result().status_code == 200 for each in full)
+            is_told.set()
+            for each in held:
+                each.result()
+        while server.served.worker.n_live:
+            time.sleep(0.01)
         opened.page.click("#again")
         opened.page.wait_for_selector(".listing .tok >> nth=4")
         assert opened.answers() == ["<scri"] and opened.page.locator("#notice").is_hidden()
