@@ -7,6 +7,9 @@
     saved/NAME/          run folders with their middle checkpoint; `muon` has its last one too, `sharded` is of two ranks
     expected/NAME.safetensors    weights at the end; of `sharded` those that one process gets from the middle checkpoint
     made.json            the figures of the end, the sampled texts
+
+On 1 December 2026 the figures of heads and `health/epochs` after the middle checkpoints were measured anew: before, the probe of
+a short held-out text had free rows, and an epoch was all tokens of the text instead of all its targets. The rest is as it was made.
 """
 
 from __future__ import annotations
