@@ -14,6 +14,7 @@ from andrea.api.command_line import CommandLine, compose, configure, read
 from andrea.config import RunConfig, UserError, parse, to_plain
 from andrea.config.keys import chosen_groups, flatten
 from andrea.config.parse import check_combinations, is_null, parse_values
+from andrea.config.schema import NOT_RUNS
 from andrea.runtime.code_cache import torch_cache_folder
 from andrea.runtime.program import module_command, module_environment
 from andrea.runtime.user_classes import allowing
@@ -68,7 +69,7 @@ def with_init_from(composed: dict[str, Any], line: CommandLine) -> dict[str, Any
 
 def check_command(composed: dict[str, Any]) -> None:
     """Raises UserError for what no run can be asked for, before a checkpoint is read. composed: not parsed yet."""
-    if composed["name"] in ("wandb", "sweeps"):  # insight's NOT_RUNS
+    if composed["name"] in NOT_RUNS:
         raise UserError(f"name={composed['name']} is the folder of wandb's or of sweeps' files; choose another name")
     if not is_null(composed["resume"]) and not is_null(composed["init_from"]):
         raise UserError(

@@ -132,6 +132,7 @@ def readable_path(key: str, value: str) -> str:
 # ------------------------------------------------------------------------------------------------------- groups of keys
 
 LARGEST_SEED = 2**62  # random streams are numbered upwards from the seed
+NOT_RUNS = ("wandb", "sweeps")  # folders of runs_dir that hold no run
 LARGEST_STEP = 2**40  # of a run; a larger one in a checkpoint is a mistake
 LARGEST_LOOKAHEAD = 64  # tokens: longer drafts are rarely accepted, and each of their tokens costs time
 

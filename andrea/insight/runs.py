@@ -13,8 +13,9 @@ from typing import Any, TextIO
 from andrea.checkpoint import Damaged, checkpoints_of
 from andrea.checkpoint.folder import model_name
 from andrea.config import RunsConfig, UserError, nearest
+from andrea.config.schema import NOT_RUNS
 from andrea.insight.compare.comparison import NO_FIGURE, data_name, terminal_table
-from andrea.insight.compare.runs import NOT_RUNS, OF_RESULTS, curve, result_of, stored_numbers
+from andrea.insight.compare.runs import OF_RESULTS, curve, result_of, stored_numbers
 from andrea.runtime.files import (
     UNFINISHED,
     Locked,

@@ -15,6 +15,7 @@ from andrea.checkpoint import Damaged, checkpoints_of, step_of
 from andrea.checkpoint.folder import SHARDS, read_small_json
 from andrea.checkpoint.tensors import TensorReader
 from andrea.config import RunConfig, UserError, nearest, with_current_keys
+from andrea.config.schema import NOT_RUNS
 from andrea.evaluation.results import TEXT_METRIC, Judged, read_figures
 from andrea.runtime.files import UNFINISHED, StorageFailed
 from andrea.training.records import AXES
@@ -89,9 +90,6 @@ class Run:
         of_result = {"bytes": 4 * self.parameters, "bpb": self.bpb, "precision": "fp32", "step": self.result["step"]}
         found = max(by_text.values(), key=len, default=[of_result | {"text": "the run's result"}])
         return sorted(found, key=lambda point: point["bytes"])
-
-
-NOT_RUNS = ("wandb", "sweeps")  # folders that training itself makes beside the runs
 
 
 def find_run_folders(paths: list[str], runs_dir: str = "runs") -> list[Path]:
