@@ -37,6 +37,7 @@ END_OF_TEXT = 3  # of the cases solved by hand
 LETTERS = "abcd"
 RATES = [f"optimizer.{kind}learning_rate=0.01" for kind in ("", "embedding_", "matrix_")]
 LENGTH = ["train.steps=24", "train.eval_every=8", "train.save_every=8", "train.keep=9", "train.log_every=1"]
+REWARDED = ["objective.reward=rewards.likes_a", "train.patience=null", "optimizer.weight_decay=4"]  # the run `grpo`
 TIMINGS = ("seconds", "tokens_per_second", "memory", "checkpoint")
 
 
@@ -295,9 +296,7 @@ def learned(place: Path) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(place))
         assert main(["train", *words(place, "dpo", "name=dpo", *LENGTH)]) == 0
-        reward = "objective.reward=rewards.likes_a"
-        settings = [reward, "train.patience=null", "optimizer.weight_decay=4"]
-        assert main(["train", *words(place, "grpo", "name=grpo", *LENGTH, *settings)]) == 0
+        assert main(["train", *words(place, "grpo", "name=grpo", *LENGTH, *REWARDED)]) == 0
     return place
 
 
@@ -391,9 +390,9 @@ def test_two_ranks_equal_one(kind: str, sharing: str, place: Path) -> None:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind: str, learned: Path) -> None:
     """SIGKILL three times, at other moments of a step each time; `learned` has the uninterrupted run."""
     name, run = f"name={kind}-killed", learned / "runs" / f"{kind}-killed"
-    reward = ["objective.reward=rewards.likes_a"] if kind == "grpo" else []
+    settings = REWARDED if kind == "grpo" else []
     places = [f"runs_dir={learned / 'runs'}", f"data_dir={learned / 'data'}"]
-    given = [*words(learned, kind, *LENGTH, *reward, name), *([] if kind == "dpo" else ["train.patience=null"])]
+    given = words(learned, kind, *LENGTH, *settings, name)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(learned)))}
     for last, delay_s in ((8, 0.05), (8, 0.4), (16, 0.2)):
         process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *given], env=environment)
@@ -404,7 +403,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(kind: str, learned: Pat
         time.sleep(delay_s)
         process.kill()
         process.wait()
-        given = ["resume=auto", name, *places, *reward]
+        given = ["resume=auto", name, *places, *settings[:1]]  # the reward
     assert subprocess.run([sys.executable, str(ROOT / "train.py"), *given], env=environment).returncode == 0
     assert_equal(learned, kind, f"{kind}-killed")
     assert records_of(learned, kind) == records_of(learned, f"{kind}-killed")
