@@ -40,9 +40,10 @@ from andrea.training.objectives.objective import Objective
 # fp32.
 LOGITS_IN_KERNEL, LOGITS_COMPILED, LOGITS_EAGER = 1 << 28, 1 << 26, 1 << 24
 SHARE_OF_CARD = 1 / 128  # of its memory, at most, for a chunk of the kernel: 2^28 numbers in bf16 on cards of 80 GB
-# With the kernel, the vocabulary is padded and chunks have whole tiles of rows. With an odd number of columns (GPT-2 has
-# 50,257), rows of logits would begin at addresses from which a GPU can read only two bytes at a time.
-VOCABULARY_MULTIPLE, ROW_MULTIPLE = 128, 128
+# With a kernel, the vocabulary is padded; on a GPU chunks also have whole tiles of rows. With an odd number of columns (GPT-2
+# has 50,257), rows of logits would begin at addresses from which a GPU can read only two bytes at a time. On a CPU, oneDNN's
+# product for the head's gradient would be half as fast; a small vocabulary has nothing to gain there.
+VOCABULARY_MULTIPLE, ROW_MULTIPLE, SMALL_VOCABULARY = 128, 128, 1 << 12
 SOURCE = Path(__file__).parent / "kernels" / "cross_entropy.cpp"
 
 
@@ -96,13 +97,14 @@ def cross_entropy_in_chunks(
     n_logit = logits_in_kernel(rows.device, dtype) if in_kernel else n_logit
     n_vocab = len(weight)
     rows, weight = rows.to(dtype), weight.to(dtype)
-    if in_kernel and n_vocab % VOCABULARY_MULTIPLE:  # rows of zeros: the kernel writes gradients of 0 for them
+    is_native = not in_kernel and has_native_kernel(rows)
+    is_padded = in_kernel or (is_native and n_vocab > SMALL_VOCABULARY)
+    if is_padded and n_vocab % VOCABULARY_MULTIPLE:  # rows of zeros: the kernel writes gradients of 0 for them
         weight = pad(weight, (0, 0, 0, -n_vocab % VOCABULARY_MULTIPLE))
     n_row = rows_in_chunk(len(rows), len(weight), n_logit, ROW_MULTIPLE if in_kernel else 1)
     nats, d_rows, d_weight = torch.zeros((), device=rows.device), [], None
     for chunk, chunk_targets in zip(rows.split(n_row), targets.split(n_row), strict=True):
         logits = chunk @ weight.mT
-        is_native = not in_kernel and has_native_kernel(logits)
         loss_of_chunk = (
             triton_loss_of_chunk if in_kernel else native_loss_of_chunk if is_native else torch_loss_of_chunk
         )
@@ -169,8 +171,8 @@ def triton_loss_of_chunk(
 def native_loss_of_chunk(
     logits: Tensor, targets: Tensor, n_vocab: int, cap: float | None, gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `torch_loss_of_chunk`, with our kernel for CPUs, which overwrites the bf16 logits with their gradient."""
-    nats = native_cross_entropy(logits, targets, cap or 0.0, gradients)
+    """Like `triton_loss_of_chunk`, with our kernel for CPUs. logits (n, C) bf16."""
+    nats = native_cross_entropy(logits, targets, n_vocab, cap or 0.0, gradients)
     return nats.sum(), logits if gradients else None
 
 
@@ -183,7 +185,7 @@ def native_library() -> ctypes.CDLL | None:
     functions = compiled_library(SOURCE) if cpu_multiplies_bf16() else None
     if functions is None or not functions.has_bf16():
         return None
-    functions.cross_entropy.argtypes = [POINTER] * 3 + [COUNT] * 3 + [NUMBER, COUNT]
+    functions.cross_entropy.argtypes = [POINTER] * 3 + [COUNT] * 4 + [NUMBER, COUNT]
     functions.cross_entropy.restype = None
     return functions
 
@@ -194,29 +196,30 @@ def has_native_library() -> bool:
     return native_library() is not None
 
 
-def has_native_kernel(logits: Tensor) -> bool:
-    """Whether the kernel can be used for these logits. Not in a memory plan, which stands for other devices too."""
-    is_planned = isinstance(logits, FakeTensor) and not torch.compiler.is_compiling()
-    return logits.device.type == "cpu" and logits.dtype == torch.bfloat16 and not is_planned and has_native_library()
+def has_native_kernel(rows: Tensor) -> bool:
+    """Whether the kernel can be used for the logits of these rows. Not in a memory plan, which stands for other devices too."""
+    is_planned = isinstance(rows, FakeTensor) and not torch.compiler.is_compiling()
+    return rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and not is_planned and has_native_library()
 
 
 @torch.library.custom_op("andrea::native_cross_entropy", mutates_args=("logits",))
-def native_cross_entropy(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
-    """logits (n, V) bf16, targets (n,) int64 -> nats (n,) fp32, 0 where the target is IGNORED_TARGET.
+def native_cross_entropy(logits: Tensor, targets: Tensor, n_vocab: int, cap: float, gradients: bool) -> Tensor:
+    """logits (n, C) bf16, targets (n,) int64 -> nats (n,) fp32, 0 where the target is IGNORED_TARGET.
 
-    cap: of the soft cap, or 0. gradients: overwrite the logits with the gradient of the sum of the nats.
+    The columns beyond n_vocab are no tokens. cap: of the soft cap, or 0. gradients: overwrite the logits with the gradient
+    of the sum of the nats.
     """
-    assert logits.is_contiguous() and targets.is_contiguous()
-    if not ((targets == IGNORED_TARGET) | ((targets >= 0) & (targets < logits.shape[1]))).all():
-        raise IndexError(f"a target is no token of a vocabulary of {logits.shape[1]}")  # it would be an address
+    assert logits.is_contiguous() and targets.is_contiguous() and n_vocab <= logits.shape[1]
+    if not ((targets == IGNORED_TARGET) | ((targets >= 0) & (targets < n_vocab))).all():
+        raise IndexError(f"a target is no token of a vocabulary of {n_vocab}")  # it would be an address
     nats = logits.new_empty(len(logits), dtype=torch.float32)
     tensors = logits.data_ptr(), targets.data_ptr(), nats.data_ptr()
-    native_library().cross_entropy(*tensors, *logits.shape, IGNORED_TARGET, cap, gradients)
+    native_library().cross_entropy(*tensors, *logits.shape, n_vocab, IGNORED_TARGET, cap, gradients)
     return nats
 
 
 @native_cross_entropy.register_fake
-def _(logits: Tensor, targets: Tensor, cap: float, gradients: bool) -> Tensor:
+def _(logits: Tensor, targets: Tensor, n_vocab: int, cap: float, gradients: bool) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 

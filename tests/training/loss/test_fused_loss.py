@@ -50,9 +50,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "ROW_MULTIPLE", 4)
 
 
-@pytest.fixture(params=["torch", "native", pytest.param("kernel", marks=pytest.mark.untraced)])
+@pytest.fixture(params=["torch", "native", "padded", pytest.param("kernel", marks=pytest.mark.untraced)])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a chunk is computed: by torch, by our kernel for CPUs if it is bf16, or by that for GPUs under Triton's interpreter."""
+    """How a chunk is computed: by torch, by our kernel for CPUs if it is bf16, or by that for GPUs under Triton's interpreter.
+
+    padded: as for a vocabulary that is not small.
+    """
+    if request.param == "padded":
+        monkeypatch.setattr(fused, "SMALL_VOCABULARY", 0)
     if request.param == "kernel":
         pytest.importorskip("triton")
         monkeypatch.setattr(fused, "uses_kernel", lambda rows: True)
@@ -145,15 +150,20 @@ def test_the_trainers_loss_is_the_readable_one_and_one_graph() -> None:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("cap", [None, 15.0, 41.0])
-def test_columns_that_are_no_tokens_change_nothing_and_get_no_gradient(cap: float | None) -> None:
+@pytest.mark.parametrize("kernel", ["triton", "native"])
+def test_columns_that_are_no_tokens_change_nothing_and_get_no_gradient(kernel: str, cap: float | None) -> None:
     """Whatever stands in them, also where it would be the largest of its row."""
+    if kernel == "native" and not fused.has_native_library():
+        pytest.skip("our kernel for CPUs needs a compiler and bf16 instructions")
     pytest.importorskip("triton")
-    logits, targets = torch.randn(5, V) * 9, torch.tensor([0, V - 1, IGNORED_TARGET, 7, 150])
-    padded = torch.cat([logits, torch.full((5, 83), 1e4)], 1)
+    dtype = torch.bfloat16 if kernel == "native" else torch.float32
+    logits, targets = (torch.randn(5, V) * 9).to(dtype), torch.tensor([0, V - 1, IGNORED_TARGET, 7, 150])
+    padded = torch.cat([logits, torch.full((5, 83), 1e4, dtype=dtype)], 1)
     truth, d_truth = fused.torch_loss_of_chunk(logits, targets, V, cap, True)
-    nats, d_logits = fused.triton_loss_of_chunk(padded, targets, V, cap, True)
+    of_chunk = fused.native_loss_of_chunk if kernel == "native" else fused.triton_loss_of_chunk
+    nats, d_logits = of_chunk(padded, targets, V, cap, True)
     assert torch.allclose(nats, truth, rtol=1e-6) and not d_logits[:, V:].any()
-    assert torch.allclose(d_logits[:, :V], d_truth, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(d_logits[:, :V], d_truth, rtol=1e-4 if kernel == "triton" else 2**-7, atol=1e-6)
 
 
 @pytest.mark.skipif(not fused.has_native_library(), reason="needs a compiler and bf16 instructions")
@@ -183,7 +193,7 @@ def test_the_kernel_for_cpus_is_right_for_logits_of_any_size(n_vocab: int, sprea
 def test_the_kernel_for_cpus_hides_no_nan(cap: float | None) -> None:
     logits = torch.zeros(3, V).bfloat16()
     logits[1, 200] = float("nan")
-    nats = fused.native_cross_entropy(logits, torch.tensor([1, 2, 3]), cap or 0.0, True)
+    nats = fused.native_cross_entropy(logits, torch.tensor([1, 2, 3]), V, cap or 0.0, True)
     assert nats.isnan().tolist() == [False, True, False]
     assert logits.isnan().any(1).tolist() == [False, True, False]
 
@@ -193,7 +203,7 @@ def test_the_kernel_for_cpus_hides_no_nan(cap: float | None) -> None:
 def test_the_kernel_for_cpus_refuses_a_target_that_is_no_token(target: int) -> None:
     logits = torch.zeros(2, V).bfloat16()
     with pytest.raises(IndexError, match="no token of a vocabulary of 301"):
-        fused.native_cross_entropy(logits, torch.tensor([3, target]), 15.0, True)
+        fused.native_cross_entropy(logits, torch.tensor([3, target]), V, 15.0, True)
     assert not logits.any()
 
 

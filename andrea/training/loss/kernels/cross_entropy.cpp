@@ -1,7 +1,7 @@
 // Cross-entropy of rows of bf16 logits on a CPU, for processors with bf16 instructions (AVX512-BF16). The rows can be
 // overwritten with their gradient.
 //
-// n rows, V vocabulary. z = cap · tanh(x / cap), or z = x without a cap; the nats of a row are ln Σ e^z - z[target]. Its
+// n rows, V vocabulary, C >= V columns, of which those beyond V are no tokens and get a gradient of 0. z = cap · tanh(x / cap), or z = x without a cap; the nats of a row are ln Σ e^z - z[target]. Its
 // exponentials, and the derivatives of its soft cap, stay in the processor's cache until their sum is known.
 
 #include <cmath>
@@ -102,19 +102,19 @@ float of_row(BF16* row, int64_t target, int64_t n_vocab, float cap, bool gradien
 
 template <bool CAPPED>
 void of_rows(
-    BF16* logits, const int64_t* targets, float* nats, int64_t n_row, int64_t n_vocab, int64_t ignored, float cap,
-    bool gradients) {
+    BF16* logits, const int64_t* targets, float* nats, int64_t n_row, int64_t n_column, int64_t n_vocab, int64_t ignored,
+    float cap, bool gradients) {
 #pragma omp parallel
     {
         const int64_t room = (n_vocab + LANES - 1) / LANES * LANES;
         std::vector<float> powers(room), slopes(CAPPED ? room : 0);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < n_row; ++i) {
-            BF16* row = logits + i * n_vocab;
-            nats[i] = 0;
-            if (targets[i] != ignored)
-                nats[i] = of_row<CAPPED>(row, targets[i], n_vocab, cap, gradients, powers.data(), slopes.data());
-            else if (gradients) std::memset(row, 0, n_vocab * sizeof(BF16));
+            BF16* row = logits + i * n_column;
+            const bool counts = targets[i] != ignored;
+            nats[i] = counts ? of_row<CAPPED>(row, targets[i], n_vocab, cap, gradients, powers.data(), slopes.data()) : 0;
+            const int64_t kept = counts ? n_vocab : 0;
+            if (gradients) std::memset(row + kept, 0, (n_column - kept) * sizeof(BF16));
         }
     }
 }
@@ -123,12 +123,12 @@ void of_rows(
 
 extern "C" int has_bf16() { return 1; }
 
-// logits (n, V) in rows, targets (n), nats (n). cap: 0 for none. Rows whose target is `ignored` have no nats and no gradient.
+// logits (n, C) in rows, targets (n), nats (n). cap: 0 for none. Rows whose target is `ignored` have no nats and no gradient.
 extern "C" void cross_entropy(
-    BF16* logits, const int64_t* targets, float* nats, int64_t n_row, int64_t n_vocab, int64_t ignored, float cap,
-    int64_t gradients) {
+    BF16* logits, const int64_t* targets, float* nats, int64_t n_row, int64_t n_column, int64_t n_vocab, int64_t ignored,
+    float cap, int64_t gradients) {
     const auto rows = cap > 0 ? of_rows<true> : of_rows<false>;
-    rows(logits, targets, nats, n_row, n_vocab, ignored, cap, gradients);
+    rows(logits, targets, nats, n_row, n_column, n_vocab, ignored, cap, gradients);
 }
 
 #else
