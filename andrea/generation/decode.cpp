@@ -168,6 +168,37 @@ void dots(const W* w, const float* x, int64_t n, float* totals) {
     }
 }
 
+// R products of each of two consecutive rows of w with consecutive rows of x, for processors with few registers: the sums that
+// `dots` keeps side by side are made one after another, in the same order of numbers. Product r of row o is number 2 r + o.
+template <int64_t R, typename W>
+void dots_of_two(const W* w, const float* x, int64_t n, float* totals) {
+    constexpr int64_t STEP = SUMS * LANES, IN_CACHE = 32 * STEP;  // numbers of each row that stay in the first cache meanwhile
+    const int64_t whole = n / STEP * STEP;
+    Floats sums[2][R][SUMS] = {};
+    for (int64_t start = 0; start < whole; start += IN_CACHE)
+        for (int64_t i = 0; i < SUMS; ++i) {
+            Floats own[2][R];
+#pragma GCC unroll 8
+            for (int64_t a = 0; a < 2 * R; ++a) own[a / R][a % R] = sums[a / R][a % R][i];
+            for (int64_t k = start + i * LANES; k < std::min(start + IN_CACHE, whole); k += STEP) {
+                const Floats weights[2] = {vector(w + k), vector(w + n + k)};
+#pragma GCC unroll 4
+                for (int64_t r = 0; r < R; ++r) {
+                    Floats numbers = vector(x + r * n + k);
+#ifdef __AVX2__
+                    asm("" : "+x"(numbers));  // g++ would load them again for the second row
+#endif
+                    own[0][r] += weights[0] * numbers;
+                    own[1][r] += weights[1] * numbers;
+                }
+            }
+#pragma GCC unroll 8
+            for (int64_t a = 0; a < 2 * R; ++a) sums[a / R][a % R][i] = own[a / R][a % R];
+        }
+    for (int64_t r = 0; r < R; ++r)
+        for (int64_t o = 0; o < 2; ++o) totals[2 * r + o] = finish(sums[o][r], w + o * n, x + r * n, whole, n);
+}
+
 // Independent sums, because with a single sum each addition would wait for the addition before it. Only with its loops
 // unrolled does g++ keep them in registers.
 template <typename W>
@@ -640,7 +671,7 @@ void square(int64_t n_row, bool cached, const char* const* w, const char* const*
     else square<4, false>(w, x, n_byte, totals);
 }
 #else
-constexpr int64_t OUTPUTS = 1;
+constexpr int64_t OUTPUTS = LANES == 8 ? 2 : 1;  // AVX2: by `dots_of_two`
 #endif
 
 constexpr int64_t IN_CACHE = 16;  // outputs whose weights stay in a core's cache while one tile of rows after another reads them
@@ -714,15 +745,20 @@ void products(const Matrix<T>& matrix, const Rows<T>& rows, const Tile& tile, fl
             square(n_row, n_part > 0, w, x, n_byte, values);
         } else
 #endif
-            for (int64_t o = 0; o < n_out; ++o) {
-                const T* w = static_cast<const T*>(matrix.weight) + (n + o) * n_in;
-                const Factor<T>* x = rows.numbers + m * n_in;
+        {
+            const T* w = static_cast<const T*>(matrix.weight) + n * n_in;
+            const Factor<T>* x = rows.numbers + m * n_in;
+            int64_t o = 0;
+            if constexpr (OUTPUTS == 2)
+                if (n_row == TILE && n_out == 2) dots_of_two<TILE>(w, x, n_in, values), o = 2;
+            for (; o < n_out; ++o) {
                 float totals[TILE];
-                if (n_row == TILE) dots<TILE>(w, x, n_in, totals);
+                if (n_row == TILE) dots<TILE>(w + o * n_in, x, n_in, totals);
                 else
-                    for (int64_t r = 0; r < n_row; ++r) dots<1>(w, x + r * n_in, n_in, totals + r);
+                    for (int64_t r = 0; r < n_row; ++r) dots<1>(w + o * n_in, x + r * n_in, n_in, totals + r);
                 for (int64_t r = 0; r < n_row; ++r) values[r * OUTPUTS + o] = totals[r];
             }
+        }
     }
     if (matrix.bias)
         for (int64_t r = 0; r < n_row; ++r)
