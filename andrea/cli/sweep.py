@@ -11,8 +11,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import typing
 import zlib
@@ -217,16 +219,29 @@ def cluster_task() -> dict[str, str]:
 
 
 def wait_for(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command and return its exit code. Ctrl-C also reaches the command, which then saves and ends by itself.
+    """Run a command and return its exit code. Ctrl-C also reaches the command, and SIGTERM is passed on: it saves and ends.
 
     Raises KeyboardInterrupt after the command has ended, also if it was done at this moment: no other run may begin.
     """
     process, interrupted = subprocess.Popen(command, env=environment), False
+
+    def pass_on(*_: Any) -> None:
+        process.terminate()
+        raise KeyboardInterrupt
+
+    # A launcher may have its own handler, or run this in a thread, which can have none.
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
+    if is_ours:
+        signal.signal(signal.SIGTERM, pass_on)
     while process.poll() is None:
         try:
             process.wait()
         except KeyboardInterrupt:
             interrupted = True
+    if is_ours:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if interrupted:
         raise KeyboardInterrupt
     return 128 - process.returncode if process.returncode < 0 else process.returncode

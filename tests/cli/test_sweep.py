@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,15 @@ def test_ctrl_c_ends_a_sweep_also_if_the_run_is_done_by_then() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert wait_for([sys.executable, "-c", "import os; os.abort()"], dict(os.environ)) == 134
+
+
+def test_a_sweep_that_is_told_to_end_ends_its_run_first() -> None:
+    """SIGTERM, as of a cluster or of `timeout`, reaches this process alone: the command would go on without it."""
+    command = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(60)"
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        wait_for([sys.executable, "-c", command], dict(os.environ))
+    assert time.monotonic() - begin < 50 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_runs_are_named_by_size_tokens_seed_and_what_else_differs() -> None:
