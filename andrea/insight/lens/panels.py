@@ -58,10 +58,10 @@ SHOWN_EXAMPLES = 5  # of a head, each from another window
 def examples_panel(model: GPT, tokenizer: Tokenizer, checkpoint: Checkpoint, data_dir: Path) -> Panel:
     """Where each head writes most in the checkpoint's held-out text; a note where that text is not in data_dir."""
     stream = held_out_of_run(checkpoint.state, data_dir)
-    if stream is None or len(stream) < 2:
+    if stream is None or len(stream) < 2 or model.config.sequence_length == 1:
         note = (
             f"No examples: the held-out text of this checkpoint is not in data_dir={data_dir}, has several sources, or is "
-            f"made of conversations."
+            f"made of conversations; or the model reads one token alone."
         )
         return Panel("examples", {}, {"examples_note": note})
     found = strongest_examples(model, stream, tokenizer.end_of_text)

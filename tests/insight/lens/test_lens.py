@@ -160,6 +160,15 @@ def test_without_held_out_text_the_page_says_so(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_of_one_token_has_no_examples(tmp_path: Path, monkeypatch) -> None:
+    """A query sees nothing but itself."""
+    write(tmp_path, make({"sequence_length": 1}))
+    text = TokenStream([np.frombuffer(PROMPT.encode(), np.uint8).astype(np.uint16)])
+    monkeypatch.setattr(panels, "held_out_of_run", lambda state, data_dir: text)
+    assert lens(run_of(tmp_path, prompt="b"), torch.device("cpu")) == 0
+    assert "or the model reads one token alone" in (tmp_path / "lens.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
