@@ -481,7 +481,8 @@ class Health:
         }
 
     def leak(self, train: float, error: float, val: float) -> dict[str, str]:
-        if self.run.model.dropout:  # in training only, which raises the training loss
+        # Dropout raises the training loss alone; an average of the weights lowers the validation loss alone.
+        if self.run.model.dropout or self.run.optimizer.average_half_life:
             return {}
         if train - val <= max(LEAK_NATS, LEAK_ERRORS * error):
             return {}
