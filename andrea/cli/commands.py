@@ -56,6 +56,10 @@ def prepare(argv: list[str]) -> int:
     """Write the token shards of data=… with tokenizer=…; `train` also does this when it first starts."""
     line = read(RunConfig, argv)
     config = parse(RunConfig, with_init_from(compose("train", line), line))
+    if config.resume is not None:
+        raise UserError(
+            f"resume={config.resume}: prepare starts from data=… and tokenizer=…; train prepares a run's own text"
+        )
 
     from andrea.text.corpus import open_corpus
 

@@ -53,6 +53,12 @@ def test_prepare_writes_shards(notes: Path, tmp_path: Path, capsys: pytest.Captu
     assert "training tokens" in capsys.readouterr().out and list(tmp_path.rglob("*.bin"))
 
 
+def test_prepare_does_not_prepare_the_default_text_for_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="resume=auto: prepare starts from data="):
+        main(["prepare", "name=one", "resume=auto", f"data_dir={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_vocabulary_that_prepare_names_serves_another_text(notes: Path, tmp_path: Path, capsys) -> None:
     data = ["prepare", "data=text", f"data_dir={tmp_path / 'data'}"]
     assert main([*data, f"data.path={notes}", "tokenizer.vocab_size=300"]) == 0
