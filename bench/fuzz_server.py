@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import errno
 import json
 import os
 import random
@@ -192,6 +193,10 @@ def request(draw: random.Random) -> tuple[bytes, str]:
     return data, wrong
 
 
+# The server has refused the rest of a request, and we learn it when we write, when we read, or when we end our half.
+REFUSED_REST = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
+
+
 def exchange(port: int, data: bytes, wrong: str) -> bytes:
     """What the server answers. A request that is not whole is ended by us, one that is `gone` in the middle of its answer."""
     received = b""
@@ -205,8 +210,9 @@ def exchange(port: int, data: bytes, wrong: str) -> bytes:
                 connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(65536):
                 received += part
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the server has refused the rest
+        except OSError as error:
+            if error.errno not in REFUSED_REST:
+                raise
     return received
 
 
