@@ -235,9 +235,10 @@ def wait_for(command: list[str], environment: dict[str, str]) -> int:
     )
     if is_ours:
         signal.signal(signal.SIGTERM, pass_on)
-    while process.poll() is None:
+    while True:
         try:
             process.wait()
+            break
         except KeyboardInterrupt:
             interrupted = True
     if is_ours:

@@ -110,6 +110,13 @@ def test_compiled_it_errs_no_more_either(cap: float | None, tied: bool, precisio
     assert_errs_no_more_than_readable(compiled, cap, tied, precision)
 
 
+@pytest.mark.untraced
+def test_compiled_with_a_padded_vocabulary_it_errs_no_more_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "SMALL_VOCABULARY", 0)
+    compiled = torch.compile(training_loss_sum, fullgraph=True, dynamic=False)
+    assert_errs_no_more_than_readable(compiled, 15.0, True, "bf16")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_gradients_the_loss_is_the_same(precision: str, path: str) -> None:
     model, hidden, targets = make_model(15.0, False), torch.randn(3, 11, 48), torch.randint(V, (3, 11))

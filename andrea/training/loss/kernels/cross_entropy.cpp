@@ -1,8 +1,9 @@
 // Cross-entropy of rows of bf16 logits on a CPU, for processors with bf16 instructions (AVX512-BF16). The rows can be
 // overwritten with their gradient.
 //
-// n rows, V vocabulary, C >= V columns, of which those beyond V are no tokens and get a gradient of 0. z = cap · tanh(x / cap), or z = x without a cap; the nats of a row are ln Σ e^z - z[target]. Its
-// exponentials, and the derivatives of its soft cap, stay in the processor's cache until their sum is known.
+// n rows, V vocabulary, C >= V columns, of which those beyond V are no tokens and get a gradient of 0. z = cap · tanh(x / cap),
+// or z = x without a cap; the nats of a row are ln Σ e^z - z[target]. Its exponentials, and the derivatives of its soft cap,
+// stay in the processor's cache until their sum is known.
 
 #include <cmath>
 #include <cstdint>
